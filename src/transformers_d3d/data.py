@@ -1,0 +1,140 @@
+"""Target responses as training data: reading them, and turning them into batches of sequences and blocks."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from .objective import IGNORE
+
+
+class ResponseDataset(Dataset):
+    """A target's responses from JSON-lines files, plain or gzipped.
+
+    Each line is an object with `prompt_ids` (the chat template applied, generation prompt included) and `response_ids`;
+    other fields are kept.
+
+    Args:
+        path (`str` or `os.PathLike`): The file.
+        vocab_size (`int`): Vocabulary of the drafter: every id is checked against it.
+        max_length (`int`, *optional*): Sequences are cut to this many tokens; those without response left are dropped.
+        sources (`list[str]`, *optional*): Keep only lines whose `source` is one of these.
+
+    Raises:
+        `FileNotFoundError`: If there is no such file.
+        `ValueError`: If a line is not such an object, or if nothing is left; names the line.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, vocab_size: int, max_length: int | None = None, sources: list[str] | None = None
+    ):
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"No data file at `{path}`; give a JSON-lines file, plain or ending in `.gz`.")
+        self.examples = []
+        opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+        with opened as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    self._add(line, f"{path.name}, line {number}", vocab_size, max_length, sources)
+        if not self.examples:
+            raise ValueError(
+                f"`{path.name}` leaves nothing to train on: no line has a response"
+                + (f" within {max_length} tokens" if max_length else "")
+                + (f" from the sources {sources}" if sources else "")
+                + "."
+            )
+
+    def _add(self, line: str, where: str, vocab_size: int, max_length: int | None, sources: list[str] | None) -> None:
+        try:
+            example = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error}); each line must be one object.") from error
+        for field in ("prompt_ids", "response_ids"):
+            ids = example.get(field) if isinstance(example, dict) else None
+            if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+                raise ValueError(
+                    f"{where}: `{field}` is {str(ids)[:40]}; it must be a list of one token id or more, as the "
+                    "target's tokenizer gives them."
+                )
+            if min(ids) < 0 or max(ids) >= vocab_size:
+                raise ValueError(
+                    f"{where}: `{field}` holds the id {max(max(ids), -min(ids))}, outside the drafter's vocabulary "
+                    f"[0, {vocab_size}); the data must come from this drafter's own tokenizer."
+                )
+        if sources is not None and example.get("source") not in sources:
+            return
+        if max_length is not None:
+            example["response_ids"] = example["response_ids"][: max(max_length - len(example["prompt_ids"]), 0)]
+        if example["response_ids"]:
+            self.examples.append(example)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.examples[index]
+
+
+class BlockCollator:
+    """Packs responses into one row of sequences, and draws the blocks to train on.
+
+    Anchors are drawn anew at every call from the global PyTorch generator, without repetition, among the positions from
+    the last of the prompt on whose blocks have a token to predict.
+
+    Args:
+        block_size (`int`): Rows of a block, its anchor included.
+        num_anchors (`int`): Blocks for each sequence, at most.
+        offset_keep_rate (`float`, *optional*, defaults to 1.0):
+            A block keeps its mask rows up to offset j with probability `offset_keep_rate ** (j - 1)`. Below 1, later
+            offsets are trained less often and a step costs less: exponential position weights by sampling (like the
+            conditional drop of PARD, arXiv 2504.18583). Needs `block_attention="causal"`.
+        offset_keep_floor (`float`, *optional*, defaults to 0.15): Lower bound of that probability.
+    """
+
+    def __init__(
+        self, block_size: int, num_anchors: int, offset_keep_rate: float = 1.0, offset_keep_floor: float = 0.15
+    ):
+        self.num_anchors = num_anchors
+        self.offset = torch.arange(block_size - 1)
+        self.keep = (offset_keep_rate ** self.offset.double()).clamp(min=offset_keep_floor)
+
+    def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        """Makes a batch.
+
+        Args:
+            examples (`list[dict]`): Each with `prompt_ids` and `response_ids`.
+
+        Returns:
+            `dict` with `input_ids` `(1, num_clean)`; for each clean row `positions`, `sequences` and `labels` (the next
+            token where it is the response's, else -100), all `(num_clean,)`; for each block its anchor's position
+            `anchors` and `anchor_sequences`, `(num_blocks,)`, and `block_labels` `(num_blocks, block_size - 1)`: the
+            token that each mask row predicts, -100 for rows that are left out.
+        """
+        parts = [self._one(example, index) for index, example in enumerate(examples)]
+        batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        batch["input_ids"] = batch["input_ids"].unsqueeze(0)
+        return batch
+
+    def _one(self, example: dict, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([*example["prompt_ids"], *example["response_ids"]])
+        prompt = len(example["prompt_ids"])
+        labels = torch.full_like(ids, IGNORE)
+        labels[prompt - 1 : -1] = ids[prompt:]
+        candidates = torch.arange(prompt - 1, len(ids) - 2)
+        anchors = candidates[torch.randperm(len(candidates))[: self.num_anchors]].sort().values
+        predicted = anchors[:, None] + 2 + self.offset
+        # One draw for each block, so that what it keeps is always a beginning.
+        kept = (predicted < len(ids)) & (torch.rand(len(anchors), 1, dtype=torch.double) < self.keep)
+        return {
+            "input_ids": ids,
+            "positions": torch.arange(len(ids)),
+            "sequences": torch.full_like(ids, index),
+            "labels": labels,
+            "anchors": anchors,
+            "anchor_sequences": torch.full_like(anchors, index),
+            "block_labels": torch.where(kept, ids[predicted.clamp(max=len(ids) - 1)], IGNORE),
+        }

@@ -1,0 +1,499 @@
+"""Drafting inside `target.generate(..., assistant_model=drafter)`: the candidate generator, its report, and the seam.
+
+Transformers owns the decoding loop: verification, sampling, stopping and streaming. This file proposes tokens, and is
+the only one of the package that changes a Transformers object ([`install_seam`]).
+"""
+
+import functools
+import inspect
+import time
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+from transformers import GenerationMixin
+from transformers.generation import (
+    CandidateGenerator,
+    EosTokenCriteria,
+    GenerationMode,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
+from transformers.utils import logging
+
+from .masking_d3d import mask_rows, trunk_rows
+
+logger = logging.get_logger(__name__)
+
+PREFILL_ROWS = 512  # rows of one drafter pass over a prompt: bounds the mask and the activations
+SUPPORTED_TRANSFORMERS = ">=5.24,<6"
+
+
+@dataclass
+class DraftReport:
+    """What drafting did in one `generate` call. The drafter keeps that of its last call as `drafter.report`.
+
+    A round is one target forward after the prefill. All times are wall-clock seconds.
+
+    Args:
+        accepted (`list[int]`): Draft tokens kept in each round, the bonus token not counted.
+        proposed (`list[int]`): Draft tokens proposed in each round.
+        drafting_s (`float`): Time spent drafting, the drafter's prefill not included.
+        drafter_prefill_s (`float`): Time in the passes that read the prompt, and draft the first block behind it.
+        verifying_s (`float`): Time from a proposal to the target's verdict, its prefill not included.
+        target_prefill_s (`float`): Time of the target's pass over the prompt, up to the first token.
+        mode (`str`): How drafting and verifying share time: `"sync"`, one after the other.
+    """
+
+    accepted: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    drafting_s: float = 0.0
+    drafter_prefill_s: float = 0.0
+    verifying_s: float = 0.0
+    target_prefill_s: float = 0.0
+    mode: str = "sync"
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return len(self.accepted)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens for each round (tau), the bonus token counted; NaN without rounds."""
+        return 1 + sum(self.accepted) / self.rounds if self.rounds else float("nan")
+
+    @property
+    def histogram(self) -> list[int]:
+        """Number of rounds in which 0, 1, 2 ... draft tokens were kept."""
+        return [self.accepted.count(n) for n in range(max(self.accepted, default=0) + 1)]
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """For each position in the draft, the share in [0, 1] of the proposals there that were kept."""
+        proposals = [sum(n > i for n in self.proposed) for i in range(max(self.proposed, default=0))]
+        return [sum(n > i for n in self.accepted) / total for i, total in enumerate(proposals)]
+
+    def __str__(self) -> str:
+        if not self.rounds:
+            return "DraftReport: no rounds"
+        bars = ", ".join(f"{n}: {count}" for n, count in enumerate(self.histogram))
+        return (
+            f"DraftReport: {self.rounds} rounds, mean acceptance length {self.mean_acceptance_length:.2f} (bonus token "
+            f"counted), accepted {{{bars}}}; drafting {self.drafting_s:.2f} s, verifying {self.verifying_s:.2f} s, "
+            f"mode {self.mode}"
+        )
+
+
+class D3DCandidateGenerator(CandidateGenerator):
+    """Proposes blocks of a [`D3DDrafterModel`] to Transformers' assisted decoding.
+
+    All state of a generation lives here, so that one drafter serves many threads at once. `generate` makes one such
+    object for each call and closes it.
+
+    Args:
+        drafter (`D3DDrafterModel`): The drafter.
+        generation_config (`GenerationConfig`): The target's, for this call.
+        logits_processor (`LogitsProcessorList`): The target's. Must be pure functions of the tokens and the scores.
+        stopping_criteria (`StoppingCriteriaList`, *optional*):
+            The target's. Must be pure functions of the tokens: they are asked about drafts, too, so that a draft never
+            runs past a stop.
+        prompt_mask (`torch.Tensor` of shape `(1, prompt_length)`, *optional*): 0 for padding in the prompt.
+    """
+
+    requires_model_outputs = False
+
+    def __init__(
+        self,
+        drafter,
+        generation_config,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        prompt_mask: torch.Tensor | None = None,
+    ):
+        self.drafter = drafter
+        self.device = drafter.device
+        self.max_length = generation_config.max_length
+        self.logits_processor = logits_processor or LogitsProcessorList()
+        eos_token_ids = generation_config.eos_token_id
+        self.eos_token_ids = set(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids]) - {None}
+        # Transformers itself ends at these three inside a block; any other criterion it asks at the block's end only.
+        upstream = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
+        self.stopping_criteria = [c for c in stopping_criteria or () if not isinstance(c, upstream)]
+        # A draft cut by looking at a sampled token would bias the output. Then draft the likeliest token instead, which
+        # is not random: the loop samples from the target and compares.
+        self.samples = bool(generation_config.do_sample) and not self.stopping_criteria
+        if self.samples:
+            seed = int(torch.randint(2**62, (1,)))
+            self.random = torch.Generator(self.device).manual_seed(seed)
+        self.length = DraftLength(drafter, generation_config)
+        self.confidence_threshold = _setting("assistant_confidence_threshold", generation_config, drafter) or 0.0
+        self.prompt_mask = prompt_mask
+        self.report = DraftReport()
+
+        self.cache = drafter.new_cache()
+        self.context: torch.Tensor | None = None  # tokens read or to be read, on the drafter's device
+        self.num_seen = 0  # length of the sequence that `generate` has shown
+        self.started = time.perf_counter()
+        self.proposed_at = self.started
+
+    # What Transformers calls
+
+    @torch.no_grad()
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Drafts the tokens that may follow.
+
+        The first call proposes nothing, so that the first token comes as soon as in plain decoding.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): All tokens so far.
+
+        Returns:
+            `tuple`: `input_ids` with the draft appended, `(1, sequence_length + num_draft_tokens)`, and when sampling
+            the processed logits that the draft was drawn from, float32, `(1, num_draft_tokens, vocab_size)`.
+        """
+        first = self.context is None
+        self._observe(input_ids)
+        draft, logits = (input_ids[:, :0], None) if first else self._draft(input_ids)
+        self.num_proposed = draft.shape[1]
+        self.proposed_at = time.perf_counter()
+        candidates = torch.cat([input_ids, draft.to(input_ids.device)], dim=1)
+        return candidates, logits if self.num_proposed > 0 else None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int):
+        """Takes note of the target's verdict: `num_matches` draft tokens were kept."""
+        elapsed = time.perf_counter() - self.proposed_at
+        if self.report.target_prefill_s == 0.0:
+            self.report.target_prefill_s = elapsed
+            return
+        self.report.verifying_s += elapsed
+        self.report.proposed.append(self.num_proposed)
+        self.report.accepted.append(int(num_matches))
+        self.length.update(self.num_proposed, int(num_matches))
+
+    def close(self) -> None:
+        """Ends the generation: hands the report to the drafter and lets go of the cache."""
+        self.drafter.report = self.report
+        self.cache = self.drafter.new_cache()
+
+    # The stages of a round
+
+    def _observe(self, input_ids: torch.LongTensor) -> None:
+        """Takes in the tokens that the target has settled since the last call."""
+        new = input_ids[0, self.num_seen :].to(self.device)
+        if self.context is None and self.prompt_mask is not None:
+            new = new[self.prompt_mask[0, -len(new) :].to(self.device).bool()] if len(new) else new
+        self.num_seen = input_ids.shape[1]
+        self.context = new if self.context is None else torch.cat([self.context, new])
+
+    def _draft(self, input_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts one block behind the newest token, and cuts it where it could not be used."""
+        # The target always adds a token of its own, so a draft that fills the remaining length would be wasted.
+        num_tokens = min(self.length.value, self.max_length - input_ids.shape[1] - 1)
+        if num_tokens <= 0:
+            return input_ids[:, :0], None
+        started = time.perf_counter()
+        prefills = self.cache.length == 0
+        self._prefill()
+        logits = self.drafter.logits(self._block()[:num_tokens]).float()
+        draft, logits = self._choose(input_ids, logits)
+        draft = self._cut(input_ids, draft, logits)
+        elapsed = time.perf_counter() - started
+        if prefills:
+            self.report.drafter_prefill_s += elapsed
+        else:
+            self.report.drafting_s += elapsed
+        return draft, logits[None, : draft.shape[1]] if self.samples else None
+
+    def _prefill(self) -> None:
+        """Reads all but the newest tokens of a long context, in bounded passes, and slides a full window on."""
+        limit = max(self.drafter.max_context, 1)
+        if len(self.context) > limit:
+            # Half a window at once: re-reading then costs one row for each token of the output.
+            self.context = self.context[-max(limit // 2, 1) :]
+            self.cache.rollback(0)
+        while len(self.context) - self.cache.length > PREFILL_ROWS:
+            ids = self.context[self.cache.length :][:PREFILL_ROWS]
+            self.drafter(ids.unsqueeze(0), cache=self.cache)
+
+    def _block(self) -> torch.Tensor:
+        """Hidden states `(block_size, hidden_size)` of the block anchored at the newest token."""
+        config = self.drafter.config
+        num_cached, anchor = self.cache.length, len(self.context) - 1
+        clean = trunk_rows(torch.arange(num_cached, anchor + 1, device=self.device))
+        masked = mask_rows(torch.tensor([anchor], device=self.device), config.block_size)
+        masks = torch.full((len(masked),), config.mask_token_id, device=self.device)
+        hidden = self.drafter(
+            torch.cat([self.context[num_cached:], masks]).unsqueeze(0),
+            clean + masked,
+            cache=self.cache,
+            mask_offsets=masked.position - masked.start,
+        ).last_hidden_state[0]
+        self.cache.rollback(anchor + 1)
+        return hidden[-config.block_size :]
+
+    def _choose(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The draft tokens `(1, num_tokens)`, and the logits `(num_tokens, vocab_size)` after the processors."""
+        if not self.logits_processor and not self.samples:
+            return logits.argmax(dim=-1).unsqueeze(0), logits
+        prefix = input_ids.to(self.device)
+        processed = []
+        for row in logits:
+            # Each processor sees the tokens that the target will see at this position if the draft is kept.
+            row = self.logits_processor(prefix, row.unsqueeze(0))
+            if self.samples:
+                token = torch.multinomial(row.softmax(dim=-1), 1, generator=self.random)
+            else:
+                token = row.argmax(dim=-1, keepdim=True)
+            processed.append(row)
+            prefix = torch.cat([prefix, token], dim=1)
+        return prefix[:, input_ids.shape[1] :], torch.cat(processed)
+
+    def _cut(self, input_ids: torch.LongTensor, draft: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Shortens a draft. When sampling, no cut looks at a token that it removes."""
+        if self.confidence_threshold > 0:
+            unsure = (logits.softmax(dim=-1).amax(dim=-1) < self.confidence_threshold).nonzero()
+            if len(unsure):
+                draft = draft[:, : int(unsure[0])]
+        if self.eos_token_ids:
+            # Behind an end of sequence nothing can be kept.
+            ends = [i for i, token in enumerate(draft[0].tolist()) if token in self.eos_token_ids]
+            if ends:
+                draft = draft[:, : ends[0] + 1]
+        for i in range(draft.shape[1]) if self.stopping_criteria else ():
+            candidate = torch.cat([input_ids, draft[:, : i + 1].to(input_ids.device)], dim=1)
+            if any(bool(torch.as_tensor(criterion(candidate, None)).all()) for criterion in self.stopping_criteria):
+                # The token that stops must be the round's last: let the target add it.
+                return draft[:, :i]
+        return draft
+
+
+class DraftLength:
+    """How many tokens to draft: `num_assistant_tokens` and its schedule, as in Transformers.
+
+    Args:
+        drafter (`D3DDrafterModel`): Its block bounds the length, its `generation_config` may set it.
+        generation_config (`GenerationConfig`): The target's, for this call; what it sets comes first.
+    """
+
+    def __init__(self, drafter, generation_config):
+        self.most = drafter.config.block_size - 1
+        wanted = _setting("num_assistant_tokens", generation_config, drafter)
+        if wanted is not None and wanted < 0:
+            raise ValueError(f"`num_assistant_tokens` is {wanted}; it must be between 0 and {self.most}.")
+        if wanted is not None and wanted > self.most:
+            logger.warning_once(
+                f"`num_assistant_tokens` is {wanted}, but the drafter's block of {drafter.config.block_size} drafts at "
+                f"most {self.most} tokens; drafting {self.most}."
+            )
+        self.value = self.most if wanted is None else min(wanted, self.most)
+        self.schedule = _setting("num_assistant_tokens_schedule", generation_config, drafter) or "constant"
+        if self.schedule not in ("constant", "heuristic", "heuristic_transient"):
+            raise ValueError(
+                f"`num_assistant_tokens_schedule` is {self.schedule!r}; allowed are 'constant', 'heuristic' and "
+                "'heuristic_transient'."
+            )
+
+    def update(self, num_proposed: int, num_accepted: int) -> None:
+        """Two tokens more after a round that kept the whole draft, else one less (schedule `heuristic`)."""
+        if self.schedule == "constant" or num_proposed == 0:
+            return
+        step = 2 if num_accepted == num_proposed else -1
+        self.value = min(max(self.value + step, 1), self.most)
+
+
+def _setting(name: str, generation_config, drafter):
+    """A conventional knob: the call's value if the call set one, else the drafter's, else `None`.
+
+    Transformers fills unset fields of the call's configuration with defaults meant for other drafters, so a value equal
+    to that default counts as unset.
+    """
+    value = getattr(generation_config, name, None)
+    default = generation_config._get_default_generation_params().get(name)
+    if value is not None and value != default:
+        return value
+    return getattr(drafter.generation_config, name, None)
+
+
+# The seam
+
+
+def check_pair(target, drafter) -> None:
+    """Raises `ValueError` unless the drafter can draft for the target."""
+    if target.config.is_encoder_decoder:
+        raise ValueError(
+            f"The target `{type(target).__name__}` is an encoder-decoder model; a D3D drafter reads one sequence of "
+            "tokens and drafts for decoder-only targets. Leave `assistant_model` out."
+        )
+    target_size = target.config.get_text_config().vocab_size
+    drafter_size = drafter.config.vocab_size
+    if target_size != drafter_size:
+        raise ValueError(
+            f"The target's vocabulary has {target_size} tokens and the drafter's {drafter_size}; they must be equal, "
+            "since a draft is token ids that the target verifies. Use a drafter trained for this target "
+            f"(this one was for {drafter.config.target_name_or_path or 'an unnamed target'}), or build one with "
+            "`D3DDrafterModel.from_causal_lm`."
+        )
+
+
+def _check_settings(generation_config) -> None:
+    if generation_config.guidance_scale is not None and generation_config.guidance_scale != 1:
+        raise ValueError(
+            f"`guidance_scale` is {generation_config.guidance_scale}, whose processor keeps a cache of its own that "
+            "rejected drafts would corrupt; it is not supported with a drafter. Leave `assistant_model` out, or set "
+            "`guidance_scale=None`."
+        )
+    if generation_config.cache_implementation in ("quantized", "offloaded_static", "offloaded_hybrid"):
+        raise ValueError(
+            f"`cache_implementation` is {generation_config.cache_implementation!r}, which cannot take back rejected "
+            'drafts; use `cache_implementation="dynamic"`, or leave `assistant_model` out.'
+        )
+
+
+@dataclass
+class _Run:
+    """What one `generate` call with a drafter shares between the wrapped methods."""
+
+    stopping_criteria: StoppingCriteriaList | None
+    generator: CandidateGenerator | None = None
+
+
+_run: ContextVar[_Run | None] = ContextVar("d3d_run", default=None)
+
+
+def _offers_candidates(assistant) -> bool:
+    return assistant is not None and hasattr(assistant, "get_candidate_generator")
+
+
+def _validate_generation_mode(original):
+    @functools.wraps(original)
+    def wrapper(self, generation_mode, generation_config, generation_mode_kwargs):
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if _offers_candidates(assistant):
+            if generation_mode == GenerationMode.ASSISTED_GENERATION:
+                check_pair(self, assistant)
+                _check_settings(generation_config)
+            else:
+                logger.warning_once(
+                    f"`assistant_model` is ignored in the generation mode `{generation_mode.value}`; a drafter serves "
+                    "greedy decoding and sampling (`num_beams=1`)."
+                )
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return wrapper
+
+
+def _get_candidate_generator(original):
+    @functools.wraps(original)
+    def wrapper(self, generation_config, input_ids, *args, **kwargs):
+        assistant = kwargs.get("assistant_model")
+        if not _offers_candidates(assistant):
+            return original(self, generation_config, input_ids, *args, **kwargs)
+        run = _run.get() or _Run(None)
+        run.generator = assistant.get_candidate_generator(
+            target=self,
+            generation_config=generation_config,
+            input_ids=input_ids,
+            logits_processor=kwargs.get("logits_processor"),
+            stopping_criteria=run.stopping_criteria,
+            model_kwargs=kwargs.get("model_kwargs") or {},
+        )
+        return run.generator
+
+    return wrapper
+
+
+def _assisted_decoding(original):
+    @functools.wraps(original)
+    def wrapper(self, input_ids, *args, **kwargs):
+        if not _offers_candidates(kwargs.get("assistant_model")):
+            return original(self, input_ids, *args, **kwargs)
+        if input_ids.shape[0] > 1:
+            raise ValueError(
+                f"The batch holds {input_ids.shape[0]} sequences; with a drafter `generate` takes one, since each would "
+                "keep another number of draft tokens. Loop over the prompts."
+            )
+        _drop_covered_cache(input_ids, kwargs)
+        run = _Run(kwargs.get("stopping_criteria"))
+        token = _run.set(run)
+        try:
+            return original(self, input_ids, *args, **kwargs)
+        except BaseException:
+            # Else the reader of a `TextIteratorStreamer` would wait for ever.
+            if kwargs.get("streamer") is not None:
+                with suppress(Exception):
+                    kwargs["streamer"].end()
+            raise
+        finally:
+            _run.reset(token)
+            if run.generator is not None:
+                run.generator.close()
+
+    return wrapper
+
+
+def _drop_covered_cache(input_ids: torch.LongTensor, kwargs: dict) -> None:
+    """Empties a cache from an earlier turn whose tokens come again in `input_ids`.
+
+    Transformers' assisted decoding would run all of `input_ids` on top of it, without an error and with a wrong result.
+    """
+    cache, mask = kwargs.get("cache"), kwargs.get("attention_mask")
+    num_cached = cache.get_seq_length() if cache is not None else 0
+    length = mask.shape[-1] if mask is not None else getattr(kwargs["generation_config"], "_mask_length", None)
+    if num_cached > 0 and (length is None or length <= input_ids.shape[1]):
+        logger.warning_once(
+            f"The cache passed to `generate` holds {int(num_cached)} tokens that are in `input_ids` too; with a drafter "
+            "they are computed again. To use the cache, pass the new tokens only, with the attention mask of all."
+        )
+        cache.reset()
+
+
+_WRAPPERS = {
+    "_validate_generation_mode": (_validate_generation_mode, ("generation_mode", "generation_config")),
+    "_get_candidate_generator": (
+        _get_candidate_generator,
+        ("generation_config", "input_ids", "logits_processor", "model_kwargs", "assistant_model"),
+    ),
+    "_assisted_decoding": (
+        _assisted_decoding,
+        ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "streamer", "assistant_model"),
+    ),
+}
+
+
+def install_seam() -> None:
+    """Lets `generate` ask an `assistant_model` that offers `get_candidate_generator(...)`; other calls are untouched.
+
+    Done once, however often it is called, and undone by [`remove_seam`].
+
+    Raises:
+        `ImportError`: If this version of Transformers has other internals than those known.
+    """
+    for name, (_, parameters) in _WRAPPERS.items():
+        method = getattr(GenerationMixin, name, None)
+        found = inspect.signature(method).parameters if method is not None else {}
+        missing = [parameter for parameter in parameters if parameter not in found]
+        if method is None or missing:
+            raise ImportError(
+                f"Transformers {transformers.__version__} is not supported: `GenerationMixin.{name}` "
+                f"{'lacks ' + ', '.join(missing) if method is not None else 'does not exist'}. Install "
+                f"'transformers{SUPPORTED_TRANSFORMERS}'."
+            )
+    for name, (wrap, _) in _WRAPPERS.items():
+        method = getattr(GenerationMixin, name)
+        if not hasattr(method, "_d3d_original"):
+            wrapper = wrap(method)
+            wrapper._d3d_original = method
+            setattr(GenerationMixin, name, wrapper)
+
+
+def remove_seam() -> None:
+    """Undoes [`install_seam`]."""
+    for name in _WRAPPERS:
+        method = getattr(GenerationMixin, name)
+        if hasattr(method, "_d3d_original"):
+            setattr(GenerationMixin, name, method._d3d_original)

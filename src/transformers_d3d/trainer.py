@@ -1,0 +1,223 @@
+"""Training a drafter: the objective on packed blocks, through `transformers.Trainer`."""
+
+import shlex
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
+from transformers.cache_utils import DynamicCache
+from transformers.utils import logging
+
+from .acceptance import simulate_acceptance
+from .data import BlockCollator, ResponseDataset
+from .masking_d3d import mask_rows, trunk_rows
+from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
+from .objective import IGNORE, autoregressive_loss, block_loss
+from .records import cpu_has_bfloat16, hardware, versions, write_json
+from .training_args import D3DTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+
+def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainingArguments) -> torch.Tensor:
+    """Blockwise denoising plus auxiliary autoregressive loss of one batch of [`BlockCollator`].
+
+    With mask adapters the clean rows depend on no trained weight: they run once, without gradients, into a cache, and
+    only the mask rows are trained.
+
+    Args:
+        model (`torch.nn.Module`): What to call: the drafter, or a distributed wrapper of it.
+        drafter (`D3DDrafterModel`): The drafter itself.
+        batch (`dict`): As [`BlockCollator`] makes it, on the drafter's device.
+        args (`D3DTrainingArguments`): The objective's settings.
+
+    Returns:
+        `torch.Tensor`: A scalar, 0 with zero gradients when nothing is supervised.
+    """
+    config = drafter.config
+    kept = batch["block_labels"] != IGNORE
+    clean = trunk_rows(batch["positions"], batch["sequences"])
+    masked = mask_rows(batch["anchors"], config.block_size, batch["anchor_sequences"], kept)
+    mask_ids = torch.full((1, len(masked)), config.mask_token_id, device=batch["input_ids"].device)
+    offsets = masked.position - masked.start
+    separate = config.mask_adapter_rank > 0
+    if separate:
+        cache = DynamicCache()
+        with torch.no_grad():
+            drafter(batch["input_ids"], clean, cache=cache)
+        hidden = model(mask_ids, masked, keys=clean, cache=cache, mask_offsets=offsets).last_hidden_state[0]
+    else:
+        ids = torch.cat([batch["input_ids"], mask_ids], dim=1)
+        both = model(ids, clean + masked, mask_offsets=offsets).last_hidden_state[0]
+        clean_hidden, hidden = both.split([len(clean), len(masked)])
+    logits = drafter.logits(hidden)
+    loss = block_loss(logits, batch["block_labels"], kept, args.loss_weighting, args.loss_gamma, args.dpace_alpha)
+    if not separate and args.autoregressive_weight > 0:
+        supervised = batch["labels"] != IGNORE
+        clean_logits = drafter.logits(clean_hidden[supervised])
+        loss = loss + args.autoregressive_weight * autoregressive_loss(clean_logits, batch["labels"][supervised])
+    return loss
+
+
+class D3DTrainer(Trainer):
+    """Trains a [`D3DDrafterModel`] on a target's responses ([`ResponseDataset`]).
+
+    Only the mask adapters are trained when the drafter has them, else all weights. Evaluation measures the simulated
+    acceptance length (`eval_acceptance_length`) on the evaluation responses.
+    """
+
+    def __init__(self, model: D3DDrafterModel, args: D3DTrainingArguments, **kwargs):
+        config = model.config
+        if args.offset_keep_rate < 1 and config.block_attention != "causal":
+            raise ValueError(
+                f"`offset_keep_rate` is {args.offset_keep_rate}, but the drafter's `block_attention` is "
+                f"{config.block_attention!r}: its rows would not see in training what they see in drafting. "
+                "Use 1.0, or a drafter with `block_attention='causal'`."
+            )
+        if config.mask_adapter_rank > 0:
+            adapter = model.adapter_state_dict()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in adapter)
+        kwargs.setdefault("data_collator", BlockCollator(config.block_size, args.num_anchors, args.offset_keep_rate))
+        super().__init__(model=model, args=args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The objective of one batch."""
+        return training_loss(model, self.accelerator.unwrap_model(model), inputs, self.args)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        """Simulated acceptance on the evaluation responses.
+
+        Returns:
+            `dict`: `eval_acceptance_length` (bonus token counted) and `eval_correct_j`, the share of draft tokens at
+            offset j that equal the target's.
+        """
+        drafter = self.accelerator.unwrap_model(self.model)
+        was_training = drafter.training
+        drafter.eval()
+        try:
+            examples = eval_dataset if eval_dataset is not None else self.eval_dataset
+            acceptance = simulate_acceptance(drafter, examples)
+        finally:
+            drafter.train(was_training)
+        metrics = {f"{metric_key_prefix}_acceptance_length": acceptance.mean_length}
+        metrics |= {f"{metric_key_prefix}_correct_{j}": share for j, share in enumerate(acceptance.correct, start=1)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _save(self, output_dir=None, state_dict=None):
+        drafter = self.accelerator.unwrap_model(self.model)
+        if drafter.config.mask_adapter_rank == 0:
+            return super()._save(output_dir, state_dict)
+        folder = output_dir or self.args.output_dir
+        drafter.save_adapter(folder)
+        torch.save(self.args, Path(folder) / "training_args.bin")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        drafter = self.accelerator.unwrap_model(model or self.model)
+        if drafter.config.mask_adapter_rank == 0:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        drafter.load_adapter_file(Path(resume_from_checkpoint) / ADAPTER_FILE)
+
+    def _load_best_model(self):
+        if self.accelerator.unwrap_model(self.model).config.mask_adapter_rank == 0:
+            return super()._load_best_model()
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+@dataclass
+class DrafterArguments:
+    """What `d3d train` trains: the drafter to build, and the data."""
+
+    target: str = field(metadata={"help": "The target: an id on the Hub or a folder. The drafter starts from it."})
+    train_data: str = field(
+        metadata={"help": "JSON-lines file (.gz too) of prompt_ids and the target's response_ids."}
+    )
+    eval_data: str | None = field(default=None, metadata={"help": "Such a file for the simulated acceptance length."})
+    num_eval_examples: int | None = field(default=None, metadata={"help": "Use only its first examples."})
+    max_length: int = field(default=512, metadata={"help": "Cut training sequences to this many tokens."})
+    sources: list[str] | None = field(default=None, metadata={"help": "Train only on lines with these `source`s."})
+    target_name: str | None = field(
+        default=None, metadata={"help": "Id of the target on the Hub, kept in the checkpoint. Default: --target."}
+    )
+    block_size: int = field(default=8, metadata={"help": "Rows of a block, its anchor included."})
+    block_attention: str = field(default="causal", metadata={"help": "causal or bidirectional."})
+    layers: list[int] | None = field(default=None, metadata={"help": "Layers of the target to keep. Default: all."})
+    mask_adapter_rank: int = field(
+        default=64, metadata={"help": "Train adapters of this rank on mask rows only; 0 trains all weights."}
+    )
+    mask_adapter_scale: float = field(default=1.0, metadata={"help": "Factor on the adapters' output."})
+    mask_token_id: int | None = field(default=None, metadata={"help": "Mask token. Default: chosen automatically."})
+
+
+def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
+    """Builds a drafter from a target, trains it, and saves it with a record of the training.
+
+    A run that was stopped goes on from its last checkpoint in `args.output_dir` when started again with
+    `--resume_from_checkpoint true`.
+
+    Args:
+        drafter_args (`DrafterArguments`): The drafter and the data.
+        args (`D3DTrainingArguments`): The training settings.
+
+    Returns:
+        `str`: A summary for people.
+    """
+    if args.bf16 and args.use_cpu and not cpu_has_bfloat16():
+        logger.warning("This CPU has no bfloat16 instructions: training with --bf16 is slower than without.")
+    set_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(drafter_args.target)
+    # Float32 master weights, whatever the checkpoint's own type: small updates vanish in bfloat16.
+    target = AutoModelForCausalLM.from_pretrained(drafter_args.target, dtype=torch.float32)
+    drafter = D3DDrafterModel.from_causal_lm(
+        target,
+        tokenizer=tokenizer,
+        mask_token_id=drafter_args.mask_token_id,
+        layers=drafter_args.layers,
+        target_name_or_path=drafter_args.target_name,
+        block_size=drafter_args.block_size,
+        block_attention=drafter_args.block_attention,
+        mask_adapter_rank=drafter_args.mask_adapter_rank,
+        mask_adapter_scale=drafter_args.mask_adapter_scale,
+    )
+    del target
+    vocab_size = drafter.config.vocab_size
+    train_data = ResponseDataset(
+        drafter_args.train_data, vocab_size, drafter_args.max_length, sources=drafter_args.sources
+    )
+    eval_data = None
+    if drafter_args.eval_data is not None:
+        eval_data = ResponseDataset(drafter_args.eval_data, vocab_size)
+        eval_data = torch.utils.data.Subset(eval_data, range(len(eval_data))[: drafter_args.num_eval_examples])
+    trainer = D3DTrainer(drafter, args, train_dataset=train_data, eval_dataset=eval_data, processing_class=tokenizer)
+    resume = args.resume_from_checkpoint
+    result = trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
+    metrics = trainer.evaluate() if eval_data is not None else {}
+    if drafter.config.mask_adapter_rank > 0:
+        drafter.save_adapter(args.output_dir, torch.bfloat16)
+    else:
+        trainer.save_model(args.output_dir)
+    record = {
+        "schema": 1,
+        "command": shlex.join(["d3d", *sys.argv[1:]]),
+        "versions": versions(),
+        "hardware": hardware(),
+        "drafter": {k: v for k, v in asdict(drafter_args).items() if k not in ("target", "train_data", "eval_data")},
+        "data": {"train": Path(drafter_args.train_data).name, "train_examples": len(train_data)},
+        "steps": trainer.state.global_step,
+        "seconds": round(result.metrics["train_runtime"], 1),
+        "final": metrics,
+        "history": trainer.state.log_history,
+    }
+    if trainer.is_world_process_zero():
+        write_json(Path(args.output_dir) / "training.json", record)
+    length = metrics.get("eval_acceptance_length")
+    return (
+        f"Drafter saved in {args.output_dir} after {record['steps']} steps"
+        + (f"; simulated acceptance length {length:.2f}" if length is not None else "")
+        + "."
+    )
