@@ -5,6 +5,7 @@ import sys
 
 # command: (module, dataclasses of its options, function)
 COMMANDS = {
+    "bench": ("benchmark", ("BenchmarkConfig",), "run_benchmark"),
     "train": ("trainer", ("DrafterArguments", "D3DTrainingArguments"), "train"),
 }
 USAGE = f"usage: d3d {{{','.join(COMMANDS)}}} [options]   (d3d <command> --help for its options)"

@@ -199,7 +199,7 @@ class D3DCandidateGenerator(CandidateGenerator):
         started = time.perf_counter()
         prefills = self.cache.length == 0
         self._prefill()
-        logits = self.drafter.logits(self._block()[:num_tokens]).float()
+        logits = self._block_logits(num_tokens)
         draft, logits = self._choose(input_ids, logits)
         draft = self._cut(input_ids, draft, logits)
         elapsed = time.perf_counter() - started
@@ -220,8 +220,8 @@ class D3DCandidateGenerator(CandidateGenerator):
             ids = self.context[self.cache.length :][:PREFILL_ROWS]
             self.drafter(ids.unsqueeze(0), cache=self.cache)
 
-    def _block(self) -> torch.Tensor:
-        """Hidden states `(block_size, hidden_size)` of the block anchored at the newest token."""
+    def _block_logits(self, num_tokens: int) -> torch.Tensor:
+        """Logits `(num_tokens, vocab_size)`, float32, of the block anchored at the newest token."""
         config = self.drafter.config
         num_cached, anchor = self.cache.length, len(self.context) - 1
         clean = trunk_rows(torch.arange(num_cached, anchor + 1, device=self.device))
@@ -234,7 +234,7 @@ class D3DCandidateGenerator(CandidateGenerator):
             mask_offsets=masked.position - masked.start,
         ).last_hidden_state[0]
         self.cache.rollback(anchor + 1)
-        return hidden[-config.block_size :]
+        return self.drafter.logits(hidden[-config.block_size :][:num_tokens]).float()
 
     def _choose(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The draft tokens `(1, num_tokens)`, and the logits `(num_tokens, vocab_size)` after the processors."""

@@ -49,6 +49,7 @@ class MaskRowLinear(nn.Linear):
         self.scale = scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps `(..., num_rows, in_features)` to `(..., num_rows, out_features)`."""
         output = super().forward(input)
         num_mask_rows = _num_mask_rows.get()
         if num_mask_rows == 0:
@@ -556,6 +557,11 @@ def _public_name(model: PreTrainedModel) -> str | None:
 
 def _only(names: tuple[str, ...], kwargs: dict) -> dict:
     return {name: kwargs[name] for name in names if name in kwargs}
+
+
+def is_adapter(name: str | os.PathLike, **kwargs) -> bool:
+    """Whether a checkpoint (an id on the Hub, or a folder) holds mask adapters only, and needs a base model."""
+    return _find_adapter(name, kwargs) is not None
 
 
 def _find_adapter(name: str | os.PathLike, kwargs: dict) -> str | None:

@@ -1,0 +1,128 @@
+"""The benchmark: its record adds up, and on the real pair it finds what the project promises."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from transformers_d3d.benchmark import BenchmarkConfig, first_divergence, read_prompts, run_benchmark, summarize
+
+ROOT = Path(__file__).parents[1]
+GSM8K = ROOT.parent / "shared" / "data" / "bench" / "gsm8k.jsonl"
+
+
+@pytest.fixture
+def pair(targets, make_perturbed, tokenizer, tmp_path):
+    """Folders of a tiny target and of adapters over it, and a file of prompts."""
+    target = targets["llama"]
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_perturbed(target, 4).save_adapter(tmp_path / "drafter")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": f"p{i}", "turns": ["abc def"[i:]]}) + "\n" for i in range(4)))
+    return {"target": str(tmp_path / "target"), "drafter": str(tmp_path / "drafter"), "prompts": str(prompts)}
+
+
+def test_a_record_adds_up(pair, tmp_path):
+    output = tmp_path / "record.json"
+    record = run_benchmark(BenchmarkConfig(**pair, num_prompts=3, max_new_tokens=12, output=str(output)))
+    assert json.loads(output.read_text()) == json.loads(json.dumps(record))
+    assert [row["id"] for row in record["prompts"]] == ["p1", "p2", "p3"]
+    for row in record["prompts"]:
+        assert row["identical"] and row["new_tokens"] == 12
+        assert sum(row["accepted"]) + len(row["accepted"]) == 11
+        assert row["accepted"] == row["simulated_accepted"]
+        assert 0 < row["overhead_s"] < row["drafted_s"]
+    summary = record["summary"]
+    assert summary["identical_outputs"] == "3/3"
+    rounds = [n for row in record["prompts"] for n in row["accepted"]]
+    assert summary["mean_acceptance_length"] == 1 + sum(rounds) / len(rounds)
+    assert sum(summary["accepted_histogram"]) == len(rounds)
+    assert str(tmp_path) not in json.dumps(record)
+    assert "identical outputs" in str(record)
+
+
+def test_sampling_is_measured_too(pair):
+    record = run_benchmark(BenchmarkConfig(**pair, num_prompts=1, max_new_tokens=8, temperature=1.0))
+    assert record["summary"]["mean_acceptance_length"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"dtype": "int8"}, "dtype"),
+        ({"num_prompts": 0}, "num_prompts"),
+        ({"temperature": -1}, "temperature"),
+        ({"prompts": "nowhere.jsonl"}, "nowhere"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_settings(pair, change, match):
+    with pytest.raises((ValueError, FileNotFoundError), match=match):
+        run_benchmark(BenchmarkConfig(**pair | change))
+
+
+@pytest.mark.parametrize("line", ["no json", "{}", '{"turns": []}', '{"turns": [3]}', "[1]"])
+def test_bad_prompts_name_the_line(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"turns": ["a"]}\n' + line + "\n")
+    with pytest.raises(ValueError, match="prompts.jsonl, line 2.*turns"):
+        read_prompts(str(path), 5)
+
+
+@pytest.mark.parametrize(("logit", "tie"), [(9.9, True), (9.0, False)], ids=["near-tie", "fault"])
+def test_first_divergence_tells_a_tie_from_a_fault(logit, tie):
+    def target(input_ids):
+        logits = torch.zeros(1, input_ids.shape[1], 8)
+        logits[0, -1, 5], logits[0, -1, 6] = 10.0, logit
+        return SimpleNamespace(logits=logits)
+
+    plain, drafted = torch.tensor([1, 2, 3, 5, 7]), torch.tensor([1, 2, 3, 6, 7])
+    found = first_divergence(target, plain, drafted, prompt_length=2)
+    assert found["index"] == 1 and found["relative_gap"] == pytest.approx((10 - logit) / 10) and found["tie"] is tie
+
+
+def test_an_output_that_is_too_short_is_no_tie():
+    found = first_divergence(None, torch.tensor([1, 2, 3]), torch.tensor([1, 2]), prompt_length=1)
+    assert found == {"index": 1, "relative_gap": None, "tie": False}
+
+
+def test_overhead_and_ratio_come_from_the_rows():
+    row = {
+        "accepted": [2, 0], "simulated_accepted": [1, 1, 0], "target_tok_per_s": 10.0, "drafted_tok_per_s": 15.0,
+        "target_first_token_s": 0.1, "drafted_first_token_s": 0.2, "verify_forward_s": 2.0, "overhead_s": 0.1,
+        "identical": True,
+    }  # fmt: skip
+    summary = summarize([row, row | {"drafted_tok_per_s": 25.0, "identical": False}], block_size=4)
+    assert summary["speedup"] == 2.0 and summary["overhead_share"] == 0.05
+    assert summary["mean_acceptance_length"] == 2.0 and summary["simulated_acceptance_length"] == pytest.approx(5 / 3)
+    assert summary["accepted_histogram"] == [2, 0, 2, 0] and summary["identical_outputs"] == "1/2"
+
+
+@pytest.mark.slow
+def test_the_real_pair():
+    """Twenty GSM8K prompts, shortened: identical in float32, and as many tokens accepted as simulated."""
+    from transformers_d3d.demo import demo_target_folder
+
+    if not GSM8K.is_file():
+        pytest.skip("the benchmark's prompts are not beside this checkout")
+    torch.set_num_threads(2)
+    try:
+        record = run_benchmark(
+            BenchmarkConfig(
+                target=str(demo_target_folder()),
+                drafter=str(ROOT / "drafters" / "d3d-smollm2-135m"),
+                prompts=str(GSM8K),
+                num_prompts=20,
+                max_new_tokens=28,
+            )
+        )
+    finally:
+        torch.set_num_threads(1)
+    summary = record["summary"]
+    assert summary["identical_outputs"] == "20/20"
+    assert summary["mean_acceptance_length"] > 2.6
+    assert summary["simulated_acceptance_length"] == pytest.approx(summary["mean_acceptance_length"], rel=0.05)
+    assert all(row["accepted"][0] <= 7 for row in record["prompts"])

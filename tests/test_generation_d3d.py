@@ -1,0 +1,774 @@
+"""Drafting inside `generate`: whatever the drafter proposes, the output is the target's own."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+    TextIteratorStreamer,
+)
+
+from transformers_d3d import D3DCandidateGenerator, D3DDrafterModel, generation_d3d, install_seam, remove_seam
+from transformers_d3d.acceptance import simulate_acceptance
+
+BLOCK = 5
+NUM_DRAFTS = BLOCK - 1
+PROMPT = torch.tensor([[5, 9, 33, 17, 2, 40]])
+BACKBONES = ["llama", "qwen3", "gemma", "gemma3", "mistral"]
+KINDS = {None: "untrained", "random": "random", "oracle": "oracle", 0: "wrong-at-0", 1: "wrong-at-1", 3: "wrong-at-3"}
+
+
+def each_drafter(*kinds):
+    kinds = kinds or tuple(KINDS)
+    return pytest.mark.parametrize("kind", kinds, ids=[KINDS[kind] for kind in kinds])
+
+
+class Scripted(D3DCandidateGenerator):
+    """Runs the drafter, but proposes a script: noise, or the target's own continuation, wrong at one offset."""
+
+    def _block_logits(self, num_tokens):
+        logits = super()._block_logits(num_tokens)
+        script, wrong_at = self.drafter.script, self.drafter.wrong_at
+        if script is None:
+            return logits
+        if isinstance(script, torch.Generator):
+            return torch.randn(logits.shape, generator=script) * 5
+        tokens = script[self.num_seen : self.num_seen + num_tokens].clone()
+        if wrong_at is not None and wrong_at < len(tokens):
+            tokens[wrong_at] = (tokens[wrong_at] + 1) % logits.shape[1]
+        scripted = torch.full_like(logits, -20.0)
+        scripted[torch.arange(len(tokens)), tokens] = 20.0
+        return scripted
+
+
+class ScriptedDrafter(D3DDrafterModel):
+    script, wrong_at = None, None
+
+    def get_candidate_generator(self, **kwargs):
+        generator = super().get_candidate_generator(**kwargs)
+        generator.__class__ = Scripted
+        return generator
+
+
+def make_drafter(target, kind=None, truth=None, **kwargs):
+    drafter = ScriptedDrafter.from_causal_lm(target, mask_token_id=60, **{"block_size": BLOCK} | kwargs)
+    if kind == "random":
+        drafter.script = torch.Generator().manual_seed(0)
+    elif kind is not None:
+        # Longer than any test asks for, so that the oracle never runs out.
+        drafter.script = greedy(target, max_new_tokens=60)[0] if truth is None else truth
+        drafter.wrong_at = None if kind == "oracle" else kind
+    return drafter
+
+
+def greedy(target, ids=PROMPT, drafter=None, max_new_tokens=20, **kwargs):
+    if drafter is not None:
+        kwargs["assistant_model"] = drafter
+    return target.generate(ids, do_sample=False, max_new_tokens=max_new_tokens, **kwargs)
+
+
+@pytest.fixture
+def llama(targets):
+    return targets["llama"]
+
+
+@pytest.fixture
+def truth(llama):
+    return greedy(llama, max_new_tokens=60)[0]
+
+
+@each_drafter()
+@pytest.mark.parametrize("name", BACKBONES)
+def test_greedy_output_is_the_targets_own(targets, name, kind):
+    target = targets[name]
+    drafter = make_drafter(target, kind)
+    plain = greedy(target, max_new_tokens=23)
+    assert torch.equal(greedy(target, drafter=drafter, max_new_tokens=23), plain)
+    # The prefill gives one token and 22 are left; the last of them is the target's own.
+    if kind == "oracle":
+        assert drafter.report.accepted == [4, 4, 4, 4, 1]
+    elif isinstance(kind, int):
+        full, rest = divmod(22, kind + 1)
+        assert drafter.report.accepted == [kind] * full + ([rest - 1] if rest else [])
+    assert sum(drafter.report.accepted) + drafter.report.rounds == 22
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("rank", [0, 4], ids=["plain", "adapters"])
+@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
+def test_real_acceptance_equals_the_simulated(targets, make_perturbed, name, rank, block_attention):
+    target = targets[name]
+    drafter = make_perturbed(target, rank, block_size=BLOCK, block_attention=block_attention)
+    output = greedy(target, drafter=drafter, max_new_tokens=40)
+    example = {"prompt_ids": PROMPT[0].tolist(), "response_ids": output[0, PROMPT.shape[1] :].tolist()}
+    assert list(simulate_acceptance(drafter, [example]).rounds) == drafter.report.accepted
+
+
+@each_drafter(None, "random")
+@pytest.mark.parametrize("prompt", [[[10]], [[10, 11]], None], ids=["one-token", "two-tokens", "none"])
+def test_short_prompts(llama, prompt, kind):
+    inputs = {} if prompt is None else {"inputs": torch.tensor(prompt)}
+    drafter = make_drafter(llama, kind)
+    plain = llama.generate(**inputs, do_sample=False, max_new_tokens=15)
+    assert torch.equal(llama.generate(**inputs, do_sample=False, max_new_tokens=15, assistant_model=drafter), plain)
+
+
+@each_drafter()
+@pytest.mark.parametrize("max_new_tokens", [1, 2, NUM_DRAFTS, BLOCK, BLOCK + 1])
+def test_remaining_length_bounds_the_draft(llama, truth, kind, max_new_tokens):
+    drafter = make_drafter(llama, kind, truth)
+    plain = greedy(llama, max_new_tokens=max_new_tokens)
+    assert torch.equal(greedy(llama, drafter=drafter, max_new_tokens=max_new_tokens), plain)
+    left = max_new_tokens - 1
+    for proposed, accepted in zip(drafter.report.proposed, drafter.report.accepted, strict=True):
+        assert accepted <= proposed <= max(left - 1, 0)
+        left -= accepted + 1
+    assert left == 0
+
+
+class Collector:
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        pass
+
+
+@each_drafter()
+@pytest.mark.parametrize("offset", range(8))
+def test_end_of_sequence_inside_a_block(llama, truth, kind, offset):
+    drafter = make_drafter(llama, kind, truth)
+    token = int(truth[PROMPT.shape[1] + offset])
+    for eos in (token, [60, token]):
+        settings = {"max_new_tokens": 30, "eos_token_id": eos, "pad_token_id": 0}
+        plain = greedy(llama, **settings)
+        streamer = Collector()
+        settings |= {"streamer": streamer, "return_dict_in_generate": True, "output_scores": True}
+        output = greedy(llama, drafter=drafter, **settings)
+        assert torch.equal(output.sequences, plain)
+        assert streamer.tokens == plain[0].tolist()
+        assert len(output.scores) == plain.shape[1] - PROMPT.shape[1]
+        assert output.cache.get_seq_length() == plain.shape[1] - 1
+
+
+class Stops(StoppingCriteria):
+    def __init__(self, condition):
+        self.condition = condition
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((1,), bool(self.condition(input_ids[0])))
+
+
+@each_drafter()
+@pytest.mark.parametrize("offset", range(7))
+def test_custom_stopping_criteria_stop_inside_a_block(llama, truth, kind, offset):
+    drafter = make_drafter(llama, kind, truth)
+    token, length = int(truth[PROMPT.shape[1] + offset]), PROMPT.shape[1] + offset + 1
+    for condition in (lambda ids: ids[-1] == token, lambda ids: len(ids) == length):
+        criteria = StoppingCriteriaList([Stops(condition)])
+        plain = greedy(llama, max_new_tokens=30, stopping_criteria=criteria)
+        assert torch.equal(greedy(llama, drafter=drafter, max_new_tokens=30, stopping_criteria=criteria), plain)
+
+
+@each_drafter("oracle", 1)
+def test_stop_strings(llama, truth, kind, tokenizer):
+    drafter = make_drafter(llama, kind, truth)
+    words = [tokenizer.decode([i]) for i in truth[PROMPT.shape[1] :].tolist()]
+    for stop in (words[2], words[5], words[3] + words[4]):
+        settings = {"max_new_tokens": 30, "stop_strings": [stop], "tokenizer": tokenizer}
+        plain = greedy(llama, **settings)
+        assert plain.shape[1] < PROMPT.shape[1] + 30
+        assert torch.equal(greedy(llama, drafter=drafter, **settings), plain)
+
+
+@each_drafter()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[7], [12]]},
+        {"min_new_tokens": 9, "eos_token_id": [3, 11, 12], "pad_token_id": 0},
+        {"min_length": 15, "eos_token_id": 11, "pad_token_id": 0},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_logits_processors_are_respected(llama, kind, settings):
+    config = GenerationConfig(do_sample=False, max_new_tokens=25, **settings)
+    before = config.to_dict()
+    plain = llama.generate(PROMPT, generation_config=config)
+    drafter = make_drafter(llama, kind, plain[0])
+    assert torch.equal(llama.generate(PROMPT, generation_config=config, assistant_model=drafter), plain)
+    assert config.to_dict() == before
+
+
+def test_drafts_follow_the_processors(llama):
+    """A drafter whose clean rows are its target's keeps its first token under a penalty that changes the choice."""
+    drafter = make_drafter(llama)
+    greedy(llama, drafter=drafter, max_new_tokens=30, repetition_penalty=1.7)
+    assert drafter.report.accepted_by_position[0] == 1.0
+
+
+@each_drafter()
+def test_scores_and_logits_of_every_token(llama, truth, kind):
+    settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    plain = greedy(llama, **settings)
+    drafted = greedy(llama, drafter=make_drafter(llama, kind, truth), **settings)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(
+            torch.cat(getattr(drafted, name)), torch.cat(getattr(plain, name)), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1]], ids=["left", "inside"])
+def test_padding_in_the_prompt(llama, padding):
+    mask = torch.tensor([padding])
+    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], dim=1)
+    plain = greedy(llama, ids, attention_mask=mask, max_new_tokens=25)
+    drafter, bare = make_drafter(llama), make_drafter(llama)
+    assert torch.equal(greedy(llama, ids, drafter=drafter, attention_mask=mask, max_new_tokens=25), plain)
+    if sum(padding) == PROMPT.shape[1]:
+        greedy(llama, drafter=bare, max_new_tokens=25)
+        assert drafter.report.accepted == bare.report.accepted
+
+
+@each_drafter()
+def test_embedded_prompts(llama, truth, kind):
+    drafter = make_drafter(llama, kind, truth)
+    embeds = llama.get_input_embeddings()(PROMPT).detach()
+    for inputs in ({"inputs_embeds": embeds}, {"input_ids": PROMPT, "inputs_embeds": embeds}):
+        plain = llama.generate(**inputs, do_sample=False, max_new_tokens=12)
+        drafted = llama.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+        assert torch.equal(drafted, plain)
+
+
+@each_drafter("random", "oracle", 1)
+@pytest.mark.parametrize("how", ["whole-sequence", "new-tokens-only"])
+def test_a_cache_kept_across_turns(llama, kind, how):
+    plain, drafted = (list(conversation(llama, how, kind, drafts)) for drafts in (False, True))
+    for (a, a_length), (b, b_length) in zip(plain, drafted, strict=True):
+        assert torch.equal(a, b)
+        assert a_length == b_length
+
+
+def conversation(target, how, kind, drafts):
+    """Yields the sequence and the cache's length after each of three turns over one cache."""
+    cache, sequence = DynamicCache(config=target.config), PROMPT[:, :0]
+    for turn in range(3):
+        ids = torch.cat([sequence, torch.tensor([[3 + turn, 8, 21]])], dim=1)
+        inputs = {"inputs": ids}
+        if how == "new-tokens-only" and turn:
+            inputs = {"inputs": ids[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(ids)}
+        settings = {"do_sample": False, "max_new_tokens": 7, "cache": cache}
+        if drafts:
+            settings["assistant_model"] = make_drafter(target, kind)
+        output = target.generate(**inputs, **settings)
+        sequence = torch.cat([ids[:, : ids.shape[1] - inputs["inputs"].shape[1]], output], dim=1)
+        yield sequence, cache.get_seq_length()
+
+
+@each_drafter()
+def test_static_cache(llama, truth, kind):
+    plain = greedy(llama, max_new_tokens=17)
+    drafter = make_drafter(llama, kind, truth)
+    assert torch.equal(greedy(llama, drafter=drafter, max_new_tokens=17, cache_implementation="static"), plain)
+
+
+def test_wide_margins_match_in_bfloat16_too(successor):
+    target = copy.deepcopy(successor).to(torch.bfloat16)
+    drafter = make_drafter(target, "random")
+    assert drafter.dtype == torch.bfloat16
+    assert torch.equal(greedy(target, drafter=drafter, max_new_tokens=40), greedy(target, max_new_tokens=40))
+
+
+def test_drafter_and_target_of_different_dtype(llama):
+    drafter = make_drafter(llama).to(torch.bfloat16)
+    assert torch.equal(greedy(llama, drafter=drafter), greedy(llama))
+    assert drafter.report.mean_acceptance_length > 1.5
+
+
+# Conventional knobs
+
+
+@pytest.mark.parametrize("where", ["kwarg", "generation_config", "drafter"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_num_assistant_tokens(llama, truth, where, number):
+    drafter = make_drafter(llama, "oracle", truth)
+    kwargs = {}
+    if where == "kwarg":
+        kwargs = {"num_assistant_tokens": number}
+    elif where == "generation_config":
+        kwargs = {"generation_config": GenerationConfig(num_assistant_tokens=number)}
+    else:
+        drafter.generation_config.num_assistant_tokens = number
+    before = drafter.generation_config.to_dict()
+    assert torch.equal(greedy(llama, drafter=drafter, **kwargs)[0], truth[:26])
+    assert set(drafter.report.accepted[:-1]) == {number}
+    assert drafter.generation_config.to_dict() == before
+
+
+def test_too_many_assistant_tokens_are_capped_by_the_block(llama, truth):
+    drafter = make_drafter(llama, "oracle", truth)
+    greedy(llama, drafter=drafter, num_assistant_tokens=50)
+    assert max(drafter.report.accepted) == NUM_DRAFTS
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_assistant_tokens", -3), ("num_assistant_tokens_schedule", "some")])
+def test_impossible_knobs_are_refused(llama, name, value):
+    drafter = make_drafter(llama)
+    setattr(drafter.generation_config, name, value)
+    with pytest.raises(ValueError, match=name):
+        greedy(llama, drafter=drafter)
+
+
+def test_heuristic_schedule_adapts_and_leaves_the_drafter_alone(llama, truth):
+    drafter = make_drafter(llama, "random")
+    drafter.generation_config.num_assistant_tokens_schedule = "heuristic"
+    before = drafter.generation_config.to_dict()
+    greedy(llama, drafter=drafter)
+    assert drafter.report.proposed[:4] == [4, 3, 2, 1]
+    assert drafter.generation_config.to_dict() == before
+    drafter = make_drafter(llama, "oracle", truth)
+    drafter.generation_config.num_assistant_tokens = 1
+    drafter.generation_config.num_assistant_tokens_schedule = "heuristic_transient"
+    greedy(llama, drafter=drafter)
+    assert drafter.report.proposed[:3] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("where", ["kwarg", "drafter"])
+def test_confidence_threshold_cuts_the_draft(llama, where):
+    drafter, uncut = make_drafter(llama), make_drafter(llama)
+    kwargs = {"assistant_confidence_threshold": 0.9} if where == "kwarg" else {}
+    if where == "drafter":
+        drafter.generation_config.assistant_confidence_threshold = 0.9
+    assert torch.equal(greedy(llama, drafter=drafter, **kwargs), greedy(llama, drafter=uncut))
+    assert sum(drafter.report.proposed) < sum(uncut.report.proposed)
+
+
+# Sampling
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary_target():
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+SAMPLING = [
+    ({"top_k": 3}, False),
+    pytest.param({}, False, marks=pytest.mark.slow),
+    pytest.param({"temperature": 0.5}, False, marks=pytest.mark.slow),
+    pytest.param({"temperature": 2.0}, False, marks=pytest.mark.slow),
+    pytest.param({"top_p": 0.7}, False, marks=pytest.mark.slow),
+    pytest.param({"min_p": 0.2}, False, marks=pytest.mark.slow),
+    pytest.param({"repetition_penalty": 1.6}, False, marks=pytest.mark.slow),
+    pytest.param({"assistant_confidence_threshold": 0.35}, False, marks=pytest.mark.slow),
+    pytest.param({}, True, marks=pytest.mark.slow),
+    pytest.param({"top_k": 3}, True, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("settings", "criteria"), SAMPLING, ids=str)
+def test_sampling_has_the_targets_distribution(small_vocabulary_target, make_perturbed, settings, criteria):
+    """The joint distribution of the second and third token (those of a draft) against exact enumeration."""
+    target = small_vocabulary_target
+    drafter = make_perturbed(target, 4, block_size=4, mask_token_id=7)
+    prompt = torch.tensor([[1, 4]])
+    settings = {"do_sample": True, "max_new_tokens": 4, "top_k": 0} | settings
+    extra = {"stopping_criteria": StoppingCriteriaList([Stops(lambda ids: ids[-2] == 5)])} if criteria else {}
+    torch.manual_seed(0)
+    counts, accepted, num_draws = torch.zeros(8, 8), 0, 800
+    for _ in range(num_draws):
+        output = target.generate(prompt, assistant_model=drafter, **settings, **extra)[0, 2:]
+        if len(output) > 2:
+            counts[output[1], output[2]] += 1
+        accepted += sum(drafter.report.accepted)
+    assert 0 < accepted < num_draws * 2
+    exact = exact_distribution(target, prompt, settings, stop=5 if criteria else None)
+    distance = 0.5 * (counts / num_draws - exact).abs().sum()
+    # What a sample of this size from `exact` itself would show, and a margin.
+    expected = 0.5 * (2 * exact * (1 - exact) / (torch.pi * num_draws)).sqrt().sum()
+    assert distance < 1.4 * expected + 0.01
+
+
+@torch.no_grad()
+def exact_distribution(target, prompt, settings, stop):
+    config = target._prepare_generation_config(GenerationConfig(**settings))[0]
+    processors = target._get_logits_processor(config, prompt.shape[1])
+
+    def next_token(*tokens):
+        ids = torch.cat([prompt, torch.tensor([tokens], dtype=torch.long)], dim=1)
+        return processors(ids, target(ids).logits[:, -1].float()).softmax(-1)[0]
+
+    exact = torch.zeros(8, 8)
+    for first, p_first in enumerate(next_token()):
+        for second, p_second in enumerate(next_token(first)):
+            # The criterion stops behind the token after a 5, so that the third token is never drawn.
+            if p_first * p_second > 0 and first != stop:
+                exact[second] += p_first * p_second * next_token(first, second)
+    return exact
+
+
+@each_drafter(None, "random")
+def test_a_seed_reproduces_the_sample(llama, kind):
+    def sample(seed):
+        drafter = make_drafter(llama, kind)
+        torch.manual_seed(seed)
+        return llama.generate(PROMPT, do_sample=True, max_new_tokens=15, assistant_model=drafter).tolist()
+
+    assert sample(0) == sample(0)
+    assert len({str(sample(seed)) for seed in range(5)}) > 1
+
+
+def test_unseeded_samples_differ(llama):
+    drafter = make_drafter(llama)
+    settings = {"do_sample": True, "max_new_tokens": 10, "assistant_model": drafter}
+    assert len({str(llama.generate(PROMPT, **settings)) for _ in range(5)}) > 1
+
+
+# The drafter's own state
+
+
+class Raises(StoppingCriteria):
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] > 10:
+            raise self.error()
+        return torch.zeros(1, dtype=torch.bool)
+
+
+def test_one_drafter_for_many_calls(llama, truth):
+    drafter, fresh = make_drafter(llama), {}
+    for length in (30, 5, 40, 1, 12):
+        one = make_drafter(llama)
+        greedy(llama, drafter=one, max_new_tokens=length)
+        fresh[length] = one.report.accepted
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error):
+            greedy(llama, drafter=drafter, stopping_criteria=StoppingCriteriaList([Raises(error)]))
+    llama.generate(PROMPT, do_sample=True, max_new_tokens=9, assistant_model=drafter)
+    for length, accepted in list(fresh.items()) * 2:
+        assert torch.equal(greedy(llama, drafter=drafter, max_new_tokens=length)[0], truth[: 6 + length])
+        assert drafter.report.accepted == accepted
+
+
+def test_threads_share_a_drafter(llama, make_perturbed):
+    drafter = make_perturbed(llama, 4, block_size=BLOCK)
+    prompts = [torch.randint(2, 60, (1, 3 + i), generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    expected = [greedy(llama, ids) for ids in prompts]
+    results = [None] * len(prompts)
+
+    def run(i):
+        results[i] = greedy(llama, prompts[i], drafter=drafter)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(result, plain) for result, plain in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("window", [1, 2, 8, 16, None])
+@pytest.mark.parametrize("length", [3, 16, 60])
+def test_context_window_keeps_drafting(successor, window, length):
+    """The newest token is all that this target's continuation depends on, so no window may cost acceptance."""
+    drafter = make_drafter(successor, block_size=2)
+    drafter.config.context_window = window
+    ids = torch.arange(length).unsqueeze(0) % 50 + 2
+    assert torch.equal(greedy(successor, ids, drafter=drafter), greedy(successor, ids))
+    assert set(drafter.report.accepted[:-1]) == {1}
+
+
+def test_past_the_backbones_positions(successor):
+    drafter = make_drafter(successor, block_size=2)
+    drafter.config.text_config.max_position_embeddings = 24
+    plain = greedy(successor, max_new_tokens=60)
+    assert torch.equal(greedy(successor, drafter=drafter, max_new_tokens=60), plain)
+    assert set(drafter.report.accepted[:-1]) == {1}
+
+
+def test_long_prompts_are_read_in_bounded_passes(llama, monkeypatch):
+    monkeypatch.setattr(generation_d3d, "PREFILL_ROWS", 4)
+    rows, forward = [], D3DDrafterModel.forward
+    monkeypatch.setattr(
+        D3DDrafterModel,
+        "forward",
+        lambda self, ids, *a, **k: (rows.append(ids.shape[1]), forward(self, ids, *a, **k))[1],
+    )
+    ids = torch.randint(2, 60, (1, 30), generator=torch.Generator().manual_seed(0))
+    drafter = make_drafter(llama)
+    assert torch.equal(greedy(llama, ids, drafter=drafter), greedy(llama, ids))
+    assert max(rows) <= 4 + BLOCK
+
+
+def test_memory_grows_with_the_context_only(llama, monkeypatch):
+    """No copy of the cache for a round: the buffers stay the same until they double."""
+    drafter = make_drafter(llama)
+    buffers, original = [], D3DCandidateGenerator._block_logits
+
+    def spy(self, num_tokens):
+        result = original(self, num_tokens)
+        buffers.append((self.cache.layers[0].keys.data_ptr(), self.cache.nbytes()))
+        return result
+
+    monkeypatch.setattr(D3DCandidateGenerator, "_block_logits", spy)
+    greedy(llama, drafter=drafter, max_new_tokens=200)
+    assert len(buffers) > 20 and len(set(buffers)) == 1
+
+
+def test_nothing_of_a_call_remains(llama, monkeypatch):
+    drafter, references, original = make_drafter(llama), [], D3DCandidateGenerator.__init__
+
+    def spy(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        references.extend([weakref.ref(self), weakref.ref(self.cache)])
+
+    def count():
+        gc.collect()
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+    monkeypatch.setattr(D3DCandidateGenerator, "__init__", spy)
+    greedy(llama, drafter=drafter)
+    before = count()
+    for _ in range(10):
+        greedy(llama, drafter=drafter)
+    assert count() == before
+    assert len(references) == 22 and all(reference() is None for reference in references)
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_after_use(llama, truth, twin):
+    drafter = D3DDrafterModel.from_causal_lm(llama, mask_token_id=60, block_size=BLOCK)
+    greedy(llama, drafter=drafter)
+    other = twin(drafter)
+    assert other.report is None
+    assert torch.equal(greedy(llama, drafter=other)[0], truth[:26])
+    assert other.report.accepted == drafter.report.accepted
+
+
+def test_no_gradients_are_recorded(llama, monkeypatch):
+    modes, forward = [], D3DDrafterModel.forward
+    monkeypatch.setattr(
+        D3DDrafterModel, "forward", lambda *a, **k: (modes.append(torch.is_grad_enabled()), forward(*a, **k))[1]
+    )
+    drafter = make_drafter(llama)
+    greedy(llama, drafter=drafter)
+    drafter.get_candidate_generator(generation_config=GenerationConfig(max_length=20), input_ids=PROMPT)
+    assert modes and not any(modes)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("where", ["proposal", "streamer"])
+def test_an_exception_surfaces_and_ends_the_streamers_reader(llama, truth, tokenizer, monkeypatch, where):
+    drafter = make_drafter(llama)
+    streamer = TextIteratorStreamer(tokenizer, timeout=3)
+    if where == "proposal":
+        monkeypatch.setattr(Scripted, "_block_logits", lambda self, n: 1 / 0)
+    else:
+        put, calls = streamer.put, []
+        monkeypatch.setattr(streamer, "put", lambda x: (put(x), calls.append(1), 1 / (0 if len(calls) > 3 else 1)))
+    caught = []
+
+    def run():
+        try:
+            greedy(llama, drafter=drafter, streamer=streamer)
+        except ZeroDivisionError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    list(streamer)
+    thread.join()
+    assert len(caught) == 1
+    monkeypatch.undo()
+    assert torch.equal(greedy(llama, drafter=drafter)[0], truth[:26])
+
+
+@pytest.mark.parametrize(
+    "tokenizers", [{}, {"tokenizer": SimpleNamespace(), "assistant_tokenizer": SimpleNamespace()}]
+)
+@pytest.mark.parametrize("size", [40, 70])
+def test_a_vocabulary_of_another_size_is_refused(llama, tokenizers, size):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=size, **sizes)
+    drafter = D3DDrafterModel.from_causal_lm(LlamaForCausalLM(config), mask_token_id=39, block_size=4)
+    with pytest.raises(ValueError, match=f"64 tokens and the drafter's {size}.*drafter trained for this target"):
+        greedy(llama, drafter=drafter, **tokenizers)
+
+
+def test_an_encoder_decoder_target_is_refused(llama):
+    config = T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="encoder-decoder.*decoder-only"):
+        greedy(T5ForConditionalGeneration(config), drafter=make_drafter(llama))
+
+
+def test_a_recurrent_target_is_refused(llama):
+    target = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="Mamba"):
+        greedy(target, drafter=make_drafter(llama))
+
+
+def test_a_batch_is_refused(llama):
+    with pytest.raises(ValueError, match="2 sequences.*Loop over the prompts"):
+        greedy(llama, PROMPT.repeat(2, 1), drafter=make_drafter(llama))
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        llama.generate(PROMPT, do_sample=True, num_return_sequences=2, assistant_model=make_drafter(llama))
+
+
+def test_beams_ignore_the_drafter_and_say_so(llama, monkeypatch):
+    messages = []
+    monkeypatch.setattr(generation_d3d.logger, "warning_once", messages.append)
+    assert torch.equal(greedy(llama, drafter=make_drafter(llama), num_beams=2), greedy(llama, num_beams=2))
+    assert "ignored" in messages[0] and "num_beams" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"cache_implementation": "quantized"}, "dynamic"),
+        ({"use_cache": False}, "cache"),
+    ],
+    ids=["guidance", "quantized-cache", "no-cache"],
+)
+def test_what_would_be_silently_wrong_is_refused(llama, settings, match):
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        greedy(llama, drafter=make_drafter(llama), **settings)
+
+
+# The seam
+
+
+def test_other_assistants_and_plain_generate_are_untouched(llama):
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(vocab_size=64, num_key_value_heads=1, head_dim=8, eos_token_id=None, pad_token_id=0, **sizes)
+    assistant = Qwen3ForCausalLM(config).eval()
+
+    def outputs():
+        torch.manual_seed(0)
+        return [
+            greedy(llama),
+            greedy(llama, drafter=assistant),
+            greedy(llama, prompt_lookup_num_tokens=3),
+            greedy(llama, num_beams=2),
+            llama.generate(PROMPT, do_sample=True, max_new_tokens=10),
+            llama.generate(PROMPT, do_sample=True, max_new_tokens=10, assistant_model=assistant),
+        ]
+
+    with_seam = outputs()
+    remove_seam()
+    try:
+        assert not hasattr(GenerationMixin._assisted_decoding, "_d3d_original")
+        without = outputs()
+    finally:
+        install_seam()
+    assert all(torch.equal(a, b) for a, b in zip(with_seam, without, strict=True))
+
+
+def test_the_seam_is_installed_once(llama, truth):
+    methods = [GenerationMixin._assisted_decoding, GenerationMixin._get_candidate_generator]
+    install_seam()
+    assert methods == [GenerationMixin._assisted_decoding, GenerationMixin._get_candidate_generator]
+    assert torch.equal(greedy(copy.deepcopy(llama), drafter=make_drafter(llama))[0], truth[:26])
+
+
+@pytest.mark.parametrize("name", ["_assisted_decoding", "_get_candidate_generator", "_validate_generation_mode"])
+@pytest.mark.parametrize("change", ["gone", "other-parameters"])
+def test_an_unsupported_transformers_is_named(monkeypatch, name, change):
+    remove_seam()
+    try:
+        with monkeypatch.context() as patch:
+            if change == "gone":
+                patch.delattr(GenerationMixin, name)
+            else:
+                patch.setattr(GenerationMixin, name, lambda self, something: None)
+            with pytest.raises(ImportError, match=f"not supported.*{name}.*>=5.24,<6"):
+                install_seam()
+            assert not [n for n in dir(GenerationMixin) if hasattr(getattr(GenerationMixin, n), "_d3d_original")]
+    finally:
+        install_seam()
+
+
+@pytest.mark.parametrize("what", ["target", "drafter"])
+def test_compiled_models(llama, truth, what):
+    drafter = make_drafter(llama)
+    target = torch.compile(llama, backend="eager") if what == "target" else llama
+    assistant = torch.compile(drafter, backend="eager") if what == "drafter" else drafter
+    for length in (5, 20):
+        output = target.generate(PROMPT, do_sample=False, max_new_tokens=length, assistant_model=assistant)
+        assert torch.equal(output[0], truth[: 6 + length])
+    assert drafter.report.rounds > 0
+
+
+def test_a_peft_drafter_drafts_with_its_adapter(llama, truth):
+    peft = pytest.importorskip("peft")
+    drafter = make_drafter(llama)
+    wrapped = peft.get_peft_model(drafter, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    assert torch.equal(greedy(llama, drafter=wrapped)[0], truth[:26])
+    adapted = drafter.report.accepted
+    with wrapped.disable_adapter():
+        greedy(llama, drafter=wrapped)
+    assert drafter.report.accepted != adapted
+
+
+def test_the_report_adds_up(llama, truth):
+    drafter = make_drafter(llama, 1, truth)
+    greedy(llama, drafter=drafter, max_new_tokens=21)
+    report = drafter.report
+    assert report.rounds == 10 and report.mean_acceptance_length == 2.0
+    assert report.histogram == [0, 10]
+    assert report.accepted_by_position[:2] == [1.0, 0.0]
+    assert report.drafting_s > 0 and report.verifying_s > 0
+    assert report.target_prefill_s > 0 and report.drafter_prefill_s > 0
+    assert "mean acceptance length 2.00" in str(report)
+
+
+def test_a_drafter_loaded_as_a_causal_lm_drafts(llama, tmp_path):
+    D3DDrafterModel.from_causal_lm(llama, mask_token_id=60, block_size=BLOCK).save_pretrained(tmp_path)
+    drafter = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(greedy(llama, drafter=drafter), greedy(llama))
+    assert drafter.report.rounds > 0
