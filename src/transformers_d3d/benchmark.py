@@ -272,7 +272,7 @@ def first_divergence(target, plain: torch.Tensor, drafted: torch.Tensor, prompt_
         return {"index": index - prompt_length, "relative_gap": None, "tie": False}
     logits = target(input_ids=plain[None, :index]).logits[0, -1].float()
     top = float(logits.max())
-    gap = (top - float(logits[[plain[index], drafted[index]]].min())) / max(abs(top), 1e-9)
+    gap = (top - float(torch.minimum(logits[plain[index]], logits[drafted[index]]))) / max(abs(top), 1e-9)
     return {"index": index - prompt_length, "relative_gap": gap, "tie": gap <= 0.02}
 
 

@@ -69,11 +69,10 @@ class D3DDrafterConfig(PreTrainedConfig):
             self.text_config = AutoConfig.for_model(model_type, **text_config)
         super().__post_init__(**kwargs)
         if self.text_config is not None:
-            self.tie_word_embeddings = self.text_config.tie_word_embeddings
-            # `generate` and Transformers' own checks read these from the outer config.
-            self.eos_token_id = self.text_config.eos_token_id
-            self.bos_token_id = self.text_config.bos_token_id
-            self.pad_token_id = self.text_config.pad_token_id
+            # `generate` and Transformers' own checks read these from the outer config. Not every backbone has them all.
+            for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+                setattr(self, name, getattr(self.text_config, name, None))
+            self.tie_word_embeddings = getattr(self.text_config, "tie_word_embeddings", False)
 
     @property
     def vocab_size(self) -> int:
@@ -104,7 +103,7 @@ def check_backbone(text_config: PreTrainedConfig) -> None:
     if text_config.is_encoder_decoder:
         raise ValueError(f"The backbone `{name}` is an encoder-decoder model; {remedy}.")
     layer_types = getattr(text_config, "layer_types", None)
-    if layer_types is None and (hasattr(text_config, "state_size") or hasattr(text_config, "attn_layer_period")):
+    if layer_types is None and not hasattr(text_config, "num_attention_heads"):  # RWKV, xLSTM
         layer_types = ["recurrent"]
     unsupported = sorted(set(layer_types or ()) - set(SUPPORTED_LAYER_TYPES))
     if unsupported:
@@ -126,7 +125,7 @@ def check_mask_token(mask_token_id: int | None, text_config: PreTrainedConfig) -
             f"`mask_token_id` is {mask_token_id}, outside the vocabulary [0, {text_config.vocab_size}); choose an id "
             "inside it that text never contains, such as a padding row or a reserved token."
         )
-    eos_token_id = text_config.eos_token_id
+    eos_token_id = getattr(text_config, "eos_token_id", None)
     eos_token_ids = eos_token_id if isinstance(eos_token_id, (list, tuple)) else [eos_token_id]
     if mask_token_id in eos_token_ids:
         raise ValueError(
