@@ -772,3 +772,10 @@ def test_a_drafter_loaded_as_a_causal_lm_drafts(llama, tmp_path):
     drafter = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(greedy(llama, drafter=drafter), greedy(llama))
     assert drafter.report.rounds > 0
+
+
+def test_a_mask_token_that_ends_the_targets_sequences_is_refused(llama):
+    target = copy.deepcopy(llama)
+    target.generation_config.eos_token_id = [2, 60]
+    with pytest.raises(ValueError, match="60, an end-of-sequence id"):
+        make_drafter(target)

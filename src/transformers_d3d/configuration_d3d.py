@@ -113,8 +113,16 @@ def check_backbone(text_config: PreTrainedConfig) -> None:
         )
 
 
-def check_mask_token(mask_token_id: int | None, text_config: PreTrainedConfig) -> None:
-    """Raises `ValueError` unless `mask_token_id` is inside the vocabulary and ends no sequence."""
+def check_mask_token(
+    mask_token_id: int | None, text_config: PreTrainedConfig, eos_token_id: int | list[int] | None = None
+) -> None:
+    """Raises `ValueError` unless `mask_token_id` is inside the vocabulary and ends no sequence.
+
+    Args:
+        mask_token_id (`int`, *optional*): The mask token.
+        text_config (`PreTrainedConfig`): The backbone's configuration.
+        eos_token_id (`int` or `list[int]`, *optional*): Ends of sequence, by default the backbone's.
+    """
     if mask_token_id is None:
         raise ValueError(
             f"`mask_token_id` is missing; give an id in [0, {text_config.vocab_size}) that text never contains, or "
@@ -125,7 +133,8 @@ def check_mask_token(mask_token_id: int | None, text_config: PreTrainedConfig) -
             f"`mask_token_id` is {mask_token_id}, outside the vocabulary [0, {text_config.vocab_size}); choose an id "
             "inside it that text never contains, such as a padding row or a reserved token."
         )
-    eos_token_id = getattr(text_config, "eos_token_id", None)
+    if eos_token_id is None:
+        eos_token_id = getattr(text_config, "eos_token_id", None)
     eos_token_ids = eos_token_id if isinstance(eos_token_id, (list, tuple)) else [eos_token_id]
     if mask_token_id in eos_token_ids:
         raise ValueError(

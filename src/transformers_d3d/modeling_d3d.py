@@ -20,11 +20,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from .cache_d3d import RollbackCache
-from .configuration_d3d import D3DDrafterConfig, check_backbone, choose_mask_token
+from .configuration_d3d import D3DDrafterConfig, check_backbone, check_mask_token, choose_mask_token
 from .generation_d3d import D3DCandidateGenerator, check_pair
 from .masking_d3d import Rows, trunk_rows, visible
 
@@ -90,6 +91,12 @@ class D3DDrafterModel(PreTrainedModel):
         super().__init__(config)
         text_config = config.text_config
         self.model = AutoModel.from_config(text_config)
+        if not hasattr(self.model, "embed_tokens") or not hasattr(self.model, "layers"):
+            raise ValueError(
+                f"The backbone `{text_config.model_type}` doesn't name its parts as Llama does (`embed_tokens`, "
+                "`layers`), so its weights can't be copied; build the drafter from a dense decoder-only model with the "
+                "target's tokenizer (Llama, Qwen3, Mistral ...)."
+            )
         self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=config.head_bias)
         if config.mask_adapter_rank > 0:
             self._add_mask_adapter()
@@ -161,7 +168,7 @@ class D3DDrafterModel(PreTrainedModel):
 
     def _one_mask(self, query: Rows, key: Rows, window: int | None) -> torch.Tensor:
         mask = visible(query, key, self.config.block_attention, window)[None, None]
-        if self.config._attn_implementation == "eager":
+        if self.model.config._attn_implementation == "eager":  # the backbone's own: Gemma 2 never takes another
             dtype = self.dtype
             return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
         return mask
@@ -304,6 +311,7 @@ class D3DDrafterModel(PreTrainedModel):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, **_only(HUB_KWARGS, kwargs))
             source = AutoModelForCausalLM.from_pretrained(source, **kwargs)
         text_config = copy.deepcopy(source.config.get_text_config())
+        text_config._name_or_path = ""  # a folder's path means nothing elsewhere
         if source.config.is_encoder_decoder or source.get_output_embeddings() is None:
             raise ValueError(
                 f"`{type(source).__name__}` is not a decoder-only causal language model; build the drafter from one "
@@ -318,6 +326,10 @@ class D3DDrafterModel(PreTrainedModel):
         if tokenizer is not None:
             mask_token_id, why = choose_mask_token(tokenizer, text_config.vocab_size, mask_token_id)
             logger.info(f"Mask token of the drafter: id {mask_token_id}, {why}.")
+        source_settings = getattr(source, "generation_config", None)
+        if source_settings is not None and source_settings.eos_token_id is not None:
+            # Chat models often end with tokens that only their generation settings name.
+            check_mask_token(mask_token_id, text_config, source_settings.eos_token_id)
         if layers is not None:
             text_config = keep_layers(text_config, layers)
         settings = {"block_size": block_size, "block_attention": block_attention}
@@ -332,7 +344,8 @@ class D3DDrafterModel(PreTrainedModel):
             attn_implementation="eager" if source.config._attn_implementation == "eager" else "sdpa",
             **{name: value for name, value in settings.items() if value is not None},
         )
-        drafter = cls(config).to(source.device, source.dtype)
+        # Not `.to(dtype)`, which would round the rotary frequencies too.
+        drafter = cls._from_config(config, dtype=source.dtype).to(source.device)
         drafter._copy_base_weights(source)
         if layers is None:
             drafter._check_head(source)
@@ -411,6 +424,9 @@ class D3DDrafterModel(PreTrainedModel):
         partial.replace(folder / ADAPTER_FILE)
         config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
+        config.dtype = dtype or self.dtype
+        if self._auto_class is not None:
+            custom_object_save(self, folder, config=config)  # the remote code, as `save_pretrained` does
         config.save_pretrained(folder)
         self.generation_config.save_pretrained(folder)
 
@@ -509,7 +525,7 @@ class D3DDrafterModel(PreTrainedModel):
                 ) from error
         if dtype in (None, "auto"):
             dtype = base_model.dtype
-        drafter = cls(config).to(base_model.device, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        drafter = cls._from_config(config, dtype=dtype).to(base_model.device)
         drafter._copy_base_weights(base_model)
         drafter.load_adapter_file(adapter_file)
         drafter._load_generation_config(name, kwargs)
