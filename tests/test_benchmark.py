@@ -81,7 +81,11 @@ def test_first_divergence_tells_a_tie_from_a_fault(logit, tie):
 
     plain, drafted = torch.tensor([1, 2, 3, 5, 7]), torch.tensor([1, 2, 3, 6, 7])
     found = first_divergence(target, plain, drafted, prompt_length=2)
-    assert found["index"] == 1 and found["relative_gap"] == pytest.approx((10 - logit) / 10, rel=1e-4) and found["tie"] is tie
+    assert (
+        found["index"] == 1
+        and found["relative_gap"] == pytest.approx((10 - logit) / 10, rel=1e-4)
+        and found["tie"] is tie
+    )
 
 
 def test_an_output_that_is_too_short_is_no_tie():

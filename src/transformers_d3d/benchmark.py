@@ -1,7 +1,6 @@
 """The benchmark: plain and drafted decoding of the same prompts in one run, with everything that a number travels with."""
 
 import json
-import resource
 import shlex
 import statistics
 import sys
@@ -308,6 +307,8 @@ def peak_memory_gib() -> float:
     """Peak memory of this process, on the accelerator if there is one, in GiB."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
+    import resource  # Unix only
+
     # Kibibytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

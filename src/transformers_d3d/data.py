@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import zlib
 from pathlib import Path
 
 import torch
@@ -35,11 +36,16 @@ class ResponseDataset(Dataset):
         if not path.is_file():
             raise FileNotFoundError(f"No data file at `{path}`; give a JSON-lines file, plain or ending in `.gz`.")
         self.examples = []
-        opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-        with opened as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    self._add(line, f"{path.name}, line {number}", vocab_size, max_length, sources)
+        number, opened = 0, gzip.open if path.suffix == ".gz" else open
+        try:
+            with opened(path, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        self._add(line, f"{path.name}, line {number}", vocab_size, max_length, sources)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(
+                f"{path.name}, line {number + 1}: the archive is damaged ({error}); make or copy it again."
+            ) from error
         if not self.examples:
             raise ValueError(
                 f"`{path.name}` leaves nothing to train on: no line has a response"
@@ -48,10 +54,12 @@ class ResponseDataset(Dataset):
                 + "."
             )
 
-    def _add(self, line: str, where: str, vocab_size: int, max_length: int | None, sources: list[str] | None) -> None:
+    def _add(
+        self, line: bytes, where: str, vocab_size: int, max_length: int | None, sources: list[str] | None
+    ) -> None:
         try:
             example = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or no UTF-8
             raise ValueError(f"{where}: not JSON ({error}); each line must be one object.") from error
         for field in ("prompt_ids", "response_ids"):
             ids = example.get(field) if isinstance(example, dict) else None
@@ -61,8 +69,9 @@ class ResponseDataset(Dataset):
                     "target's tokenizer gives them."
                 )
             if min(ids) < 0 or max(ids) >= vocab_size:
+                wrong = min(ids) if min(ids) < 0 else max(ids)
                 raise ValueError(
-                    f"{where}: `{field}` holds the id {max(max(ids), -min(ids))}, outside the drafter's vocabulary "
+                    f"{where}: `{field}` holds the id {wrong}, outside the drafter's vocabulary "
                     f"[0, {vocab_size}); the data must come from this drafter's own tokenizer."
                 )
         if sources is not None and example.get("source") not in sources:
@@ -82,8 +91,9 @@ class ResponseDataset(Dataset):
 class BlockCollator:
     """Packs responses into one row of sequences, and draws the blocks to train on.
 
-    Anchors are drawn anew at every call from the global PyTorch generator, without repetition, among the positions from
-    the last of the prompt on whose blocks have a token to predict.
+    Packing is not random and may run in a worker of a `DataLoader`. Anchors are drawn anew at every call, from the global
+    PyTorch generator of the batch's device, without repetition, among the positions from the last of the prompt on whose
+    blocks have a token to predict.
 
     Args:
         block_size (`int`): Rows of a block, its anchor included.
@@ -103,38 +113,60 @@ class BlockCollator:
         self.keep = (offset_keep_rate ** self.offset.double()).clamp(min=offset_keep_floor)
 
     def __call__(self, examples: list[dict]) -> dict[str, torch.Tensor]:
-        """Makes a batch.
+        """Makes a batch with blocks: what [`~BlockCollator.pack`] and [`~BlockCollator.draw`] return, in one."""
+        batch = self.pack(examples)
+        return batch | self.draw(batch)
+
+    def pack(self, examples: list[dict]) -> dict[str, torch.Tensor]:
+        """Makes a batch of sequences.
 
         Args:
             examples (`list[dict]`): Each with `prompt_ids` and `response_ids`.
 
         Returns:
-            `dict` with `input_ids` `(1, num_clean)`; for each clean row `positions`, `sequences` and `labels` (the next
-            token where it is the response's, else -100), all `(num_clean,)`; for each block its anchor's position
-            `anchors` and `anchor_sequences`, `(num_blocks,)`, and `block_labels` `(num_blocks, block_size - 1)`: the
-            token that each mask row predicts, -100 for rows that are left out.
+            `dict` with `input_ids` `(1, num_clean)`, and for each clean row `positions`, `sequences` and `labels` (the
+            next token where it is the response's, else -100), all `(num_clean,)`.
         """
-        parts = [self._one(example, index) for index, example in enumerate(examples)]
-        batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        parts = {"input_ids": [], "positions": [], "sequences": [], "labels": []}
+        for index, example in enumerate(examples):
+            ids = torch.tensor([*example["prompt_ids"], *example["response_ids"]])
+            prompt = len(example["prompt_ids"])
+            labels = torch.full_like(ids, IGNORE)
+            labels[prompt - 1 : -1] = ids[prompt:]
+            parts["input_ids"].append(ids)
+            parts["positions"].append(torch.arange(len(ids)))
+            parts["sequences"].append(torch.full_like(ids, index))
+            parts["labels"].append(labels)
+        batch = {name: torch.cat(tensors) for name, tensors in parts.items()}
         batch["input_ids"] = batch["input_ids"].unsqueeze(0)
         return batch
 
-    def _one(self, example: dict, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.tensor([*example["prompt_ids"], *example["response_ids"]])
-        prompt = len(example["prompt_ids"])
-        labels = torch.full_like(ids, IGNORE)
-        labels[prompt - 1 : -1] = ids[prompt:]
-        candidates = torch.arange(prompt - 1, len(ids) - 2)
-        anchors = candidates[torch.randperm(len(candidates))[: self.num_anchors]].sort().values
-        predicted = anchors[:, None] + 2 + self.offset
+    def draw(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Draws the blocks of a batch.
+
+        Args:
+            batch (`dict`): As [`~BlockCollator.pack`] makes it, on any device.
+
+        Returns:
+            `dict` with for each block its anchor's position `anchors` and `anchor_sequences`, `(num_blocks,)`, and
+            `block_labels` `(num_blocks, block_size - 1)`: the token that each mask row predicts, -100 for rows that are
+            left out.
+        """
+        labels, sequences = batch["labels"], batch["sequences"]
+        # An anchor's own next token and the one behind it, which its first mask row predicts, are the response's.
+        candidates = ((labels[:-1] != IGNORE) & (labels[1:] != IGNORE)).nonzero()[:, 0]
+        chosen = []
+        for part in candidates.split(sequences[candidates].unique_consecutive(return_counts=True)[1].tolist()):
+            chosen.append(part[torch.randperm(len(part), device=part.device)[: self.num_anchors]].sort().values)
+        anchors = torch.cat([candidates[:0], *chosen])
+        # The mask row at offset i has the label of the clean row at its own position.
+        rows = anchors[:, None] + 1 + self.offset.to(anchors.device)
+        inside = rows.clamp(max=len(labels) - 1)
         # One draw for each block, so that what it keeps is always a beginning.
-        kept = (predicted < len(ids)) & (torch.rand(len(anchors), 1, dtype=torch.double) < self.keep)
+        kept = torch.rand(len(anchors), 1, dtype=torch.double, device=anchors.device) < self.keep.to(anchors.device)
+        kept = kept & (rows == inside) & (sequences[inside] == sequences[anchors][:, None])
         return {
-            "input_ids": ids,
-            "positions": torch.arange(len(ids)),
-            "sequences": torch.full_like(ids, index),
-            "labels": labels,
-            "anchors": anchors,
-            "anchor_sequences": torch.full_like(anchors, index),
-            "block_labels": torch.where(kept, ids[predicted.clamp(max=len(ids) - 1)], IGNORE),
+            "anchors": batch["positions"][anchors],
+            "anchor_sequences": sequences[anchors],
+            "block_labels": torch.where(kept, labels[inside], IGNORE),
         }

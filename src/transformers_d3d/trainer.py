@@ -37,9 +37,17 @@ def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainin
         `torch.Tensor`: A scalar, 0 with zero gradients when nothing is supervised.
     """
     config = drafter.config
-    kept = batch["block_labels"] != IGNORE
+    labels, anchors, sequences = batch["block_labels"], batch["anchors"], batch["anchor_sequences"]
+    kept = labels != IGNORE
+    # In drafting every block is whole, and in a bidirectional one each row sees those behind it.
+    present = kept if config.block_attention == "causal" else torch.ones_like(kept)
     clean = trunk_rows(batch["positions"], batch["sequences"])
-    masked = mask_rows(batch["anchors"], config.block_size, batch["anchor_sequences"], kept)
+    if not present.any():
+        # The backbone takes no call without rows, and of processes that train together each must run one.
+        anchors, sequences = clean.position[:1], clean.sequence[:1]
+        present = torch.ones(1, config.block_size - 1, dtype=torch.bool, device=kept.device)
+        labels, kept = torch.full_like(present, IGNORE, dtype=torch.long), ~present
+    masked = mask_rows(anchors, config.block_size, sequences, present)
     mask_ids = torch.full((1, len(masked)), config.mask_token_id, device=batch["input_ids"].device)
     offsets = masked.position - masked.start
     separate = config.mask_adapter_rank > 0
@@ -52,8 +60,8 @@ def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainin
         ids = torch.cat([batch["input_ids"], mask_ids], dim=1)
         both = model(ids, clean + masked, mask_offsets=offsets).last_hidden_state[0]
         clean_hidden, hidden = both.split([len(clean), len(masked)])
-    logits = drafter.logits(hidden)
-    loss = block_loss(logits, batch["block_labels"], kept, args.loss_weighting, args.loss_gamma, args.dpace_alpha)
+    logits = drafter.logits(hidden[kept[present]])
+    loss = block_loss(logits, labels, kept, args.loss_weighting, args.loss_gamma, args.dpace_alpha)
     if not separate and args.autoregressive_weight > 0:
         supervised = batch["labels"] != IGNORE
         clean_logits = drafter.logits(clean_hidden[supervised])
@@ -77,16 +85,29 @@ class D3DTrainer(Trainer):
                 "Use 1.0, or a drafter with `block_attention='causal'`."
             )
         if config.mask_adapter_rank > 0:
+            if args.activation_checkpointing or model.is_activation_checkpointing:
+                raise ValueError(
+                    "`activation_checkpointing` is on, but the drafter has mask adapters, which see the clean rows through "
+                    "a cache that recomputed layers cannot use. Turn it off (clean rows keep no activations anyway; fewer "
+                    "`num_anchors` save memory), or train all weights with `mask_adapter_rank=0`."
+                )
             adapter = model.adapter_state_dict()
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in adapter)
-        kwargs.setdefault("data_collator", BlockCollator(config.block_size, args.num_anchors, args.offset_keep_rate))
+        self.collator = BlockCollator(config.block_size, args.num_anchors, args.offset_keep_rate)
+        kwargs.setdefault("data_collator", self.collator.pack)
         super().__init__(model=model, args=args, **kwargs)
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The objective of one batch."""
-        return training_loss(model, self.accelerator.unwrap_model(model), inputs, self.args)
+        """The objective of one batch, whose blocks are drawn now.
+
+        Drawn here and not in the data loader, which works a batch ahead: a resumed run then draws the same blocks.
+        """
+        if "anchors" not in inputs:
+            inputs = inputs | self.collator.draw(inputs)
+        with self.accelerator.autocast():  # the head is outside of the model's own forward
+            return training_loss(model, self.accelerator.unwrap_model(model), inputs, self.args)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """Simulated acceptance on the evaluation responses.

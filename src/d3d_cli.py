@@ -1,4 +1,8 @@
-"""The command line: `d3d <command> [options]`. A table of commands; the work is in the modules that it names."""
+"""The command line: `d3d <command> [options]`. A table of commands; the work is in the modules that it names.
+
+Beside the package and not inside it: importing anything from the package imports Transformers, which takes seconds, and
+`d3d --help` should not.
+"""
 
 import importlib
 import sys
@@ -6,6 +10,7 @@ import sys
 # command: (module, dataclasses of its options, function)
 COMMANDS = {
     "bench": ("benchmark", ("BenchmarkConfig",), "run_benchmark"),
+    "demo": ("demo", ("DemoConfig",), "run_demo"),
     "train": ("trainer", ("DrafterArguments", "D3DTrainingArguments"), "train"),
 }
 USAGE = f"usage: d3d {{{','.join(COMMANDS)}}} [options]   (d3d <command> --help for its options)"
@@ -20,11 +25,10 @@ def main(argv: list[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"d3d: unknown command `{command}`\n{USAGE}", file=sys.stderr)
         return 2
-    # Only now: importing Transformers takes seconds, and `d3d --help` should not.
     from transformers import HfArgumentParser
 
     module_name, dataclass_names, function_name = COMMANDS[command]
-    module = importlib.import_module(f".{module_name}", __package__)
+    module = importlib.import_module(f"transformers_d3d.{module_name}")
     parser = HfArgumentParser(
         [getattr(module, name) for name in dataclass_names], prog=f"d3d {command}", allow_abbrev=False
     )
@@ -36,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"unknown options: {' '.join(unknown)}")
         result = getattr(module, function_name)(*configs)
     except (ValueError, OSError) as error:
-        print(f"d3d {command}: {error}", file=sys.stderr)
+        print(f"d3d {command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     if result is not None:
         print(result)
