@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--num_prompts", type=int, default=20)
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--bfloat16_prompts", type=int, default=5, help="prompts for the share of identical outputs")
+    parser.add_argument("--bfloat16_tokens", type=int, default=64)
     parser.add_argument("--output", help="JSON file for the record")
     args = parser.parse_args()
 
@@ -46,7 +47,9 @@ def main() -> int:
     print(record)
     if args.bfloat16_prompts:
         half = run_benchmark(
-            BenchmarkConfig(**common, num_prompts=args.bfloat16_prompts, max_new_tokens=64, dtype="bfloat16")
+            BenchmarkConfig(
+                **common, num_prompts=args.bfloat16_prompts, max_new_tokens=args.bfloat16_tokens, dtype="bfloat16"
+            )
         )
         print(half)
         record["bfloat16"] = half["summary"]

@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"d3d: unknown command `{command}`\n{USAGE}", file=sys.stderr)
         return 2
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import HfArgumentParser
 
     module_name, dataclass_names, function_name = COMMANDS[command]
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         if unknown:
             parser.error(f"unknown options: {' '.join(unknown)}")
         result = getattr(module, function_name)(*configs)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         print(f"d3d {command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     if result is not None:

@@ -108,3 +108,12 @@ def test_faults_of_ours_keep_their_traceback(command):
     command(run)
     with pytest.raises(TypeError, match="a bug"):
         main(["try"])
+
+
+def test_an_impossible_configuration_is_told_in_one_line(command, capsys):
+    from transformers_d3d import D3DDrafterConfig
+
+    command(lambda options: D3DDrafterConfig(block_size=1))
+    assert main(["try"]) == 1
+    error = capsys.readouterr().err
+    assert "`block_size` is 1" in error and error.count("\n") == 1

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from transformers_d3d import records
-from transformers_d3d.records import cpu_has_bfloat16, hardware, versions, write_json
+from transformers_d3d.records import command, cpu_has_bfloat16, hardware, versions, write_json
 
 
 def test_versions_are_those_in_use():
@@ -63,3 +63,10 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     with pytest.raises(TypeError):
         write_json(path, {"one": object()})
     assert json.loads(path.read_text()) == {"one": 1}
+
+
+def test_the_command_holds_no_paths_of_the_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "sys.argv", ["/usr/bin/d3d", "train", "--target", str(tmp_path / "target"), "--seed", "3", "a/b"]
+    )
+    assert command() == "d3d train --target target --seed 3 a/b"

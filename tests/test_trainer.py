@@ -494,3 +494,9 @@ def test_train_goes_on_from_its_last_checkpoint(project):
     resumed = load_file(output / ADAPTER_FILE)
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
+
+
+def test_evaluating_without_responses_is_refused(successor, tmp_path):
+    trainer = D3DTrainer(fresh(successor, 2), arguments(tmp_path), train_dataset=counting_examples())
+    with pytest.raises(ValueError, match="eval_dataset"):
+        trainer.evaluate()

@@ -1,7 +1,6 @@
 """The benchmark: plain and drafted decoding of the same prompts in one run, with everything that a number travels with."""
 
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -15,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from .acceptance import simulate_acceptance
 from .modeling_d3d import is_adapter
-from .records import hardware, versions, write_json
+from .records import command, hardware, versions, write_json
 
 
 @dataclass
@@ -110,7 +109,7 @@ def run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
     record = BenchmarkRecord(
         schema=1,
         date=time.strftime("%Y-%m-%d"),
-        command=shlex.join(["d3d", "bench", *(a for a in sys.argv[2:] if not Path(a).is_absolute())]),
+        command=command(),
         versions=versions(),
         hardware=hardware(),
         target={"id": drafter_config.target_name_or_path, "layers": target.config.get_text_config().num_hidden_layers},

@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import shlex
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,6 +24,11 @@ def versions() -> dict[str, str]:
     """Versions of the packages that a number depends on."""
     names = ("transformers-d3d", "transformers", "torch", "peft", "accelerate")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def command() -> str:
+    """The command line that runs. Of absolute paths only the name is kept: the rest means nothing on another machine."""
+    return shlex.join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
 
 
 def hardware() -> dict[str, str | int]:

@@ -1,7 +1,5 @@
 """Training a drafter: the objective on packed blocks, through `transformers.Trainer`."""
 
-import shlex
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from .data import BlockCollator, ResponseDataset
 from .masking_d3d import mask_rows, trunk_rows
 from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
 from .objective import IGNORE, autoregressive_loss, block_loss
-from .records import cpu_has_bfloat16, hardware, versions, write_json
+from .records import command, cpu_has_bfloat16, hardware, versions, write_json
 from .training_args import D3DTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -116,11 +114,13 @@ class D3DTrainer(Trainer):
             `dict`: `eval_acceptance_length` (bonus token counted) and `eval_correct_j`, the share of draft tokens at
             offset j that equal the target's.
         """
+        examples = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if examples is None:
+            raise ValueError("There are no evaluation responses; pass `eval_dataset` here or to the trainer.")
         drafter = self.accelerator.unwrap_model(self.model)
         was_training = drafter.training
         drafter.eval()
         try:
-            examples = eval_dataset if eval_dataset is not None else self.eval_dataset
             acceptance = simulate_acceptance(drafter, examples)
         finally:
             drafter.train(was_training)
@@ -224,7 +224,7 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
         trainer.save_model(args.output_dir)
     record = {
         "schema": 1,
-        "command": shlex.join(["d3d", *sys.argv[1:]]),
+        "command": command(),
         "versions": versions(),
         "hardware": hardware(),
         "drafter": {k: v for k, v in asdict(drafter_args).items() if k not in ("target", "train_data", "eval_data")},
