@@ -661,3 +661,18 @@ def test_the_saved_config_holds_no_path(llama, make_perturbed, tmp_path):
     for folder in ("full", "adapter", "again"):
         assert str(tmp_path) not in (tmp_path / folder / "config.json").read_text()
         assert AutoConfig.from_pretrained(tmp_path / folder).target_name_or_path is None
+
+
+def test_a_backbone_that_cannot_run_a_block_is_refused_when_building(targets, monkeypatch):
+    """Some backbones take clean rows, and fail at the first mask rows over a cache."""
+    target = copy.deepcopy(targets["llama"])
+    forward = type(target.model).forward
+
+    def no_blocks(self, *args, cache=None, **kwargs):
+        if cache is not None and cache.get_seq_length() > 0:
+            raise TypeError("no cache here")
+        return forward(self, *args, cache=cache, **kwargs)
+
+    monkeypatch.setattr(type(target.model), "forward", no_blocks)
+    with pytest.raises(ValueError, match="`llama` cannot run a drafter's block .no cache here.*dense decoder-only"):
+        D3DDrafterModel.from_causal_lm(target, mask_token_id=63, block_size=4)

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from .cache_d3d import RollbackCache
 from .configuration_d3d import D3DDrafterConfig, check_backbone, check_mask_token, choose_mask_token
 from .generation_d3d import D3DCandidateGenerator, check_pair
-from .masking_d3d import Rows, trunk_rows, visible
+from .masking_d3d import Rows, mask_rows, trunk_rows, visible
 
 logger = logging.get_logger(__name__)
 
@@ -347,6 +347,7 @@ class D3DDrafterModel(PreTrainedModel):
         # Not `.to(dtype)`, which would round the rotary frequencies too.
         drafter = cls._from_config(config, dtype=source.dtype).to(source.device)
         drafter._copy_base_weights(source)
+        drafter._check_block()
         if layers is None:
             drafter._check_head(source)
         return drafter.eval()
@@ -380,6 +381,22 @@ class D3DDrafterModel(PreTrainedModel):
                 f"({self.config.target_name_or_path})."
             )
         self.load_state_dict({name: renamed[name] for name in own if name in renamed}, strict=False)
+
+    @torch.no_grad()
+    def _check_block(self) -> None:
+        """Raises unless the backbone runs clean rows, then a block's mask rows, over our cache and masks."""
+        cache = self.new_cache(initial_capacity=self.config.block_size + 1)
+        anchor = torch.zeros(1, dtype=torch.long, device=self.device)
+        rows = mask_rows(anchor, self.config.block_size)
+        masks = torch.full((1, len(rows)), self.config.mask_token_id, device=self.device)
+        try:
+            self(anchor.unsqueeze(0), cache=cache)
+            self(masks, rows, cache=cache, mask_offsets=rows.position - rows.start)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The backbone `{self.config.text_config.model_type}` cannot run a drafter's block ({error}); build the "
+                "drafter from a dense decoder-only model with the target's tokenizer (Llama, Qwen3, Mistral ...)."
+            ) from error
 
     @torch.no_grad()
     def _check_head(self, source: PreTrainedModel) -> None:
