@@ -12,9 +12,15 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from .acceptance import simulate_acceptance
+from .acceptance import Acceptance, simulate_acceptance
 from .modeling_d3d import is_adapter
 from .records import command, hardware, versions, write_json
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises `ValueError` unless `dtype` names a type that a target can run in."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"`dtype` is {dtype!r}; allowed are 'float32', 'bfloat16' and 'float16'.")
 
 
 @dataclass
@@ -34,8 +40,7 @@ class BenchmarkConfig:
     output: str | None = field(default=None, metadata={"help": "Write the record to this JSON file."})
 
     def __post_init__(self):
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"`dtype` is {self.dtype!r}; allowed are 'float32', 'bfloat16' and 'float16'.")
+        check_dtype(self.dtype)
         if self.num_prompts < 1 or self.max_new_tokens < 2:
             raise ValueError(
                 f"`num_prompts` is {self.num_prompts} (it must be at least 1) and `max_new_tokens` is "
@@ -77,15 +82,7 @@ def run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
     tokenizer = AutoTokenizer.from_pretrained(config.target)
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype).to(config.device)
     drafter = load_drafter(config.drafter, target)
-    encoded = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt["turns"][0]}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        ).to(config.device)
-        for prompt in prompts
-    ]
+    encoded = [encode_prompt(tokenizer, prompt["turns"][0], config.device) for prompt in prompts]
     warmup, counted = encoded[: config.num_warmup_prompts], encoded[config.num_warmup_prompts :]
     if not counted:
         raise ValueError(f"`{config.prompts}` has only {len(prompts)} prompts, all of them used for warm-up.")
@@ -149,6 +146,14 @@ def read_prompts(path: str, count: int) -> list[dict]:
             ) from error
         prompts.append(prompt)
     return prompts
+
+
+def encode_prompt(tokenizer, text: str, device: str) -> dict[str, torch.Tensor]:
+    """The inputs of `generate` for a user's turn: the chat template applied, the generation prompt included."""
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(device)
 
 
 def load_drafter(name: str, target):
@@ -276,25 +281,22 @@ def first_divergence(target, plain: torch.Tensor, drafted: torch.Tensor, prompt_
 
 def summarize(rows: list[dict], block_size: int) -> dict:
     """The summary of the prompts' rows: medians, shares, and the histogram of accepted counts."""
-    accepted = [n for row in rows for n in row["accepted"]]
-    simulated = [n for row in rows for n in row["simulated_accepted"]]
+    accepted = Acceptance(tuple(n for row in rows for n in row["accepted"]))
+    simulated = Acceptance(tuple(n for row in rows for n in row["simulated_accepted"]))
 
     def median(name):
         return statistics.median(row[name] for row in rows)
-
-    def mean_length(counts):
-        return 1 + sum(counts) / len(counts) if counts else float("nan")
 
     return {
         "target_tok_per_s": median("target_tok_per_s"),
         "drafted_tok_per_s": median("drafted_tok_per_s"),
         "speedup": statistics.median(row["drafted_tok_per_s"] / row["target_tok_per_s"] for row in rows),
-        "mean_acceptance_length": mean_length(accepted),
-        "simulated_acceptance_length": mean_length(simulated),
-        "accepted_histogram": [accepted.count(n) for n in range(block_size)],
+        "mean_acceptance_length": accepted.mean_length,
+        "simulated_acceptance_length": simulated.mean_length,
+        "accepted_histogram": accepted.histogram(block_size - 1),
         "target_first_token_s": median("target_first_token_s"),
         "drafted_first_token_s": median("drafted_first_token_s"),
-        "verify_forward_s": sum(row["verify_forward_s"] for row in rows) / max(len(accepted), 1),
+        "verify_forward_s": sum(row["verify_forward_s"] for row in rows) / max(len(accepted.rounds), 1),
         "overhead_share": sum(row["overhead_s"] for row in rows) / sum(row["verify_forward_s"] for row in rows),
         "identical_outputs": f"{sum(row['identical'] for row in rows)}/{len(rows)}",
         "near_ties": sum(row.get("divergence", {}).get("tie", False) for row in rows),

@@ -15,7 +15,8 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, TextStreamer
 
-from .benchmark import first_divergence, load_drafter
+from .acceptance import Acceptance
+from .benchmark import check_dtype, encode_prompt, first_divergence, load_drafter
 from .records import hardware, versions, write_json
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -48,8 +49,7 @@ class DemoConfig:
     json_path: str | None = field(default=None, metadata={"help": "Write the record to this JSON file."})
 
     def __post_init__(self):
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"`dtype` is {self.dtype!r}; allowed are 'float32', 'bfloat16' and 'float16'.")
+        check_dtype(self.dtype)
         if self.max_new_tokens < 2:
             raise ValueError(
                 f"`max_new_tokens` is {self.max_new_tokens}; it must be at least 2: the first token is never drafted."
@@ -115,12 +115,7 @@ def run_demo(config: DemoConfig) -> DemoRecord:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=config.dtype).to(config.device)
     drafter = load_drafter(config.drafter or DRAFTER_FOLDER, target)
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": config.prompt}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    ).to(config.device)
+    inputs = encode_prompt(tokenizer, config.prompt, config.device)
     settings = {"do_sample": config.sample, "max_new_tokens": config.max_new_tokens}
     if config.sample:
         settings |= {"temperature": config.temperature, "top_k": 0}
@@ -170,7 +165,7 @@ def run_demo(config: DemoConfig) -> DemoRecord:
         ratio=drafted["tok_per_s"] / plain["tok_per_s"],
         identical=identical,
         mean_acceptance_length=report.mean_acceptance_length if report.rounds else None,
-        accepted_histogram=[report.accepted.count(n) for n in range(drafter.config.block_size)],
+        accepted_histogram=Acceptance(tuple(report.accepted)).histogram(drafter.config.block_size - 1),
     )
     if not identical and not config.sample:
         record["divergence"] = first_divergence(target, plain_output, drafted_output, inputs["input_ids"].shape[1])

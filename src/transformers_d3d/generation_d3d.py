@@ -138,8 +138,7 @@ class D3DCandidateGenerator(CandidateGenerator):
         self.cache = drafter.new_cache()
         self.context: torch.Tensor | None = None  # tokens read or to be read, on the drafter's device
         self.num_seen = 0  # length of the sequence that `generate` has shown
-        self.started = time.perf_counter()
-        self.proposed_at = self.started
+        self.proposed_at = time.perf_counter()
 
     # What Transformers calls
 
