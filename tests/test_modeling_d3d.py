@@ -35,7 +35,10 @@ from transformers_d3d.masking_d3d import mask_rows, trunk_rows
 from transformers_d3d.modeling_d3d import ADAPTER_FILE, keep_layers
 
 BACKBONES = ["llama", "qwen3", "gemma", "gemma3", "mistral"]
-REMOTE_CODE = {f"{name}_d3d.py" for name in ("cache", "configuration", "generation", "masking", "modeling")}
+REMOTE_CODE = {
+    f"{name}_d3d.py"
+    for name in ("cache", "configuration", "generation", "masking", "modeling", "outcomes", "overlap", "report")
+}
 IDS = torch.randint(3, 60, (1, 14), generator=torch.Generator().manual_seed(3))
 MASK, BLOCK = 63, 4
 

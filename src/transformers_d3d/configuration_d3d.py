@@ -40,6 +40,18 @@ class D3DDrafterConfig(PreTrainedConfig):
         context_window (`int`, *optional*):
             The drafter reads at most this many of the newest tokens. `None` reads up to the backbone's
             `max_position_embeddings`.
+        overlap (`str`, *optional*, defaults to `"auto"`):
+            Whether the drafter drafts successors while the target verifies: `"inline"` (no, they take turns),
+            `"thread"`, `"stream"` (CUDA), or `"auto"`, by the devices.
+        num_successors (`int`, *optional*):
+            Successor blocks of a packed pass, one for each outcome prepared for. `None` for 16 when overlapping and 0
+            when not.
+        outcome_selection (`str`, *optional*, defaults to `"likeliest"`):
+            Which outcomes to prepare for: the `"likeliest"` under the drafter's calibrated beliefs, or SSD's geometric
+            `"fan_out"`, for comparison.
+        overlap_threads (`int`, *optional*):
+            Intra-op threads of the drafter's passes with `overlap="thread"`. `None` for half of the caller's, at least
+            one, when both models run on the CPU, else as many.
     """
 
     model_type = "d3d_drafter"
@@ -55,6 +67,10 @@ class D3DDrafterConfig(PreTrainedConfig):
     mask_adapter_scale: float = 1.0
     head_bias: bool = False
     context_window: int | None = None
+    overlap: Literal["auto", "inline", "thread", "stream"] = "auto"
+    num_successors: int | None = None
+    outcome_selection: Literal["likeliest", "fan_out"] = "likeliest"
+    overlap_threads: int | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
@@ -89,6 +105,10 @@ class D3DDrafterConfig(PreTrainedConfig):
             raise ValueError(f"`mask_adapter_rank` is {self.mask_adapter_rank}; it must be 0 (none) or positive.")
         if self.context_window is not None and self.context_window < 1:
             raise ValueError(f"`context_window` is {self.context_window}; it must be at least 1, or `None`.")
+        if self.num_successors is not None and self.num_successors < 0:
+            raise ValueError(f"`num_successors` is {self.num_successors}; it must be 0 (none) or positive, or `None`.")
+        if self.overlap_threads is not None and self.overlap_threads < 1:
+            raise ValueError(f"`overlap_threads` is {self.overlap_threads}; it must be at least 1, or `None`.")
         if self.text_config is not None:
             check_backbone(self.text_config)
             check_mask_token(self.mask_token_id, self.text_config)

@@ -7,9 +7,10 @@ the only one of the package that changes a Transformers object ([`install_seam`]
 import functools
 import inspect
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -25,72 +26,39 @@ from transformers.generation import (
 )
 from transformers.utils import logging
 
-from .masking_d3d import mask_rows, trunk_rows
+from .masking_d3d import mask_rows, successor_rows, trunk_rows
+from .outcomes_d3d import Calibration, fan_out_outcomes, find_outcome, likeliest_outcomes
+from .overlap_d3d import choose_overlap
+from .report_d3d import DraftReport, TraceEvent
 
 logger = logging.get_logger(__name__)
 
 PREFILL_ROWS = 512  # rows of one drafter pass over a prompt: bounds the mask and the activations
+DEFAULT_SUCCESSORS = 16  # when overlapping
 SUPPORTED_TRANSFORMERS = ">=5.24,<6"
 
 
 @dataclass
-class DraftReport:
-    """What drafting did in one `generate` call. The drafter keeps that of its last call as `drafter.report`.
-
-    A round is one target forward after the prefill. All times are wall-clock seconds.
+class Successors:
+    """What a packed pass leaves: blocks for the outcomes of a verification.
 
     Args:
-        accepted (`list[int]`): Draft tokens kept in each round, the bonus token not counted.
-        proposed (`list[int]`): Draft tokens proposed in each round.
-        drafting_s (`float`): Time spent drafting, the drafter's prefill not included.
-        drafter_prefill_s (`float`): Time in the passes that read the prompt, and draft the first block behind it.
-        verifying_s (`float`): Time from a proposal to the target's verdict, its prefill not included.
-        target_prefill_s (`float`): Time of the target's pass over the prompt, up to the first token.
-        mode (`str`): How drafting and verifying share time: `"sync"`, one after the other.
+        outcomes (`torch.LongTensor` of shape `(num_successors, 2)`): Rows (n, b): n draft tokens kept, b behind them.
+        hidden_states (`torch.Tensor` of shape `(num_successors, block_size, hidden_size)`): The blocks'.
+        anchors_at (`int`): Row of the first block's anchor in the cache; the others' follow.
     """
 
-    accepted: list[int] = field(default_factory=list)
-    proposed: list[int] = field(default_factory=list)
-    drafting_s: float = 0.0
-    drafter_prefill_s: float = 0.0
-    verifying_s: float = 0.0
-    target_prefill_s: float = 0.0
-    mode: str = "sync"
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds."""
-        return len(self.accepted)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens for each round (tau), the bonus token counted; NaN without rounds."""
-        return 1 + sum(self.accepted) / self.rounds if self.rounds else float("nan")
-
-    @property
-    def histogram(self) -> list[int]:
-        """Number of rounds in which 0, 1, 2 ... draft tokens were kept."""
-        return [self.accepted.count(n) for n in range(max(self.accepted, default=0) + 1)]
-
-    @property
-    def accepted_by_position(self) -> list[float]:
-        """For each position in the draft, the share in [0, 1] of the proposals there that were kept."""
-        proposals = [sum(n > i for n in self.proposed) for i in range(max(self.proposed, default=0))]
-        return [sum(n > i for n in self.accepted) / total for i, total in enumerate(proposals)]
-
-    def __str__(self) -> str:
-        if not self.rounds:
-            return "DraftReport: no rounds"
-        bars = ", ".join(f"{n}: {count}" for n, count in enumerate(self.histogram))
-        return (
-            f"DraftReport: {self.rounds} rounds, mean acceptance length {self.mean_acceptance_length:.2f} (bonus token "
-            f"counted), accepted {{{bars}}}; drafting {self.drafting_s:.2f} s, verifying {self.verifying_s:.2f} s, "
-            f"mode {self.mode}"
-        )
+    outcomes: torch.Tensor
+    hidden_states: torch.Tensor
+    anchors_at: int
 
 
 class D3DCandidateGenerator(CandidateGenerator):
     """Proposes blocks of a [`D3DDrafterModel`] to Transformers' assisted decoding.
+
+    While the target verifies a block, the drafter drafts successors of it, in one packed pass: one for each of the
+    likeliest outcomes (with the settings `overlap` and `num_successors` of the drafter's configuration). Which draft is
+    proposed never depends on timing: a pass that was started is waited for, and an outcome is matched on its tokens.
 
     All state of a generation lives here, so that one drafter serves many threads at once. `generate` makes one such
     object for each call and closes it.
@@ -103,6 +71,7 @@ class D3DCandidateGenerator(CandidateGenerator):
             The target's. Must be pure functions of the tokens: they are asked about drafts, too, so that a draft never
             runs past a stop.
         prompt_mask (`torch.Tensor` of shape `(1, prompt_length)`, *optional*): 0 for padding in the prompt.
+        target_device (`torch.device`, *optional*): Where the target runs. The drafter's device by default.
     """
 
     requires_model_outputs = False
@@ -114,6 +83,7 @@ class D3DCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         prompt_mask: torch.Tensor | None = None,
+        target_device: torch.device | None = None,
     ):
         self.drafter = drafter
         self.device = drafter.device
@@ -133,12 +103,24 @@ class D3DCandidateGenerator(CandidateGenerator):
         self.length = DraftLength(drafter, generation_config)
         self.confidence_threshold = _setting("assistant_confidence_threshold", generation_config, drafter) or 0.0
         self.prompt_mask = prompt_mask
-        self.report = DraftReport()
+        config = drafter.config
+        self.overlap, reason = choose_overlap(
+            config.overlap, self.device, target_device or self.device, config.overlap_threads
+        )
+        self.num_successors = config.num_successors
+        if self.num_successors is None:
+            self.num_successors = 0 if self.overlap.mode == "inline" else DEFAULT_SUCCESSORS
+        self.calibration = Calibration()
+        self.report = DraftReport(mode=self.overlap.mode, reason=reason)
 
         self.cache = drafter.new_cache()
         self.context: torch.Tensor | None = None  # tokens read or to be read, on the drafter's device
         self.num_seen = 0  # length of the sequence that `generate` has shown
-        self.proposed_at = time.perf_counter()
+        self.round = -1  # 0 for the prefill
+        self.pending: tuple[str, int, Callable] | None = None  # a pass in the background: name, round, the wait for it
+        self.verdict: tuple[torch.Tensor, torch.Tensor] | None = None  # logits of a draft, and what the target settled
+        self.draft_logits: torch.Tensor | None = None
+        self.clock = self.proposed_at = time.perf_counter()
 
     # What Transformers calls
 
@@ -146,7 +128,8 @@ class D3DCandidateGenerator(CandidateGenerator):
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Drafts the tokens that may follow.
 
-        The first call proposes nothing, so that the first token comes as soon as in plain decoding.
+        The first call proposes nothing, so that the first token comes as soon as in plain decoding; the drafter reads
+        the prompt meanwhile.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): All tokens so far.
@@ -155,72 +138,159 @@ class D3DCandidateGenerator(CandidateGenerator):
             `tuple`: `input_ids` with the draft appended, `(1, sequence_length + num_draft_tokens)`, and when sampling
             the processed logits that the draft was drawn from, float32, `(1, num_draft_tokens, vocab_size)`.
         """
-        first = self.context is None
-        self._observe(input_ids)
-        draft, logits = (input_ids[:, :0], None) if first else self._draft(input_ids)
+        started = time.perf_counter()
+        self.round += 1
+        num_new = self._observe(input_ids)
+        draft, logits = input_ids[:, :0], None
+        if self.round == 0:
+            self._launch_prefill(input_ids.shape[1])
+        else:
+            draft, logits = self._draft(input_ids, num_new)
         self.num_proposed = draft.shape[1]
         self.proposed_at = time.perf_counter()
+        if self.round > 0:
+            self._record("target", "wait", self.round, started, self.proposed_at)
         candidates = torch.cat([input_ids, draft.to(input_ids.device)], dim=1)
         return candidates, logits if self.num_proposed > 0 else None
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int):
         """Takes note of the target's verdict: `num_matches` draft tokens were kept."""
-        elapsed = time.perf_counter() - self.proposed_at
-        if self.report.target_prefill_s == 0.0:
-            self.report.target_prefill_s = elapsed
-            return
-        self.report.verifying_s += elapsed
-        self.report.proposed.append(self.num_proposed)
-        self.report.accepted.append(int(num_matches))
-        self.length.update(self.num_proposed, int(num_matches))
+        name = "prefill" if self.round == 0 else "verify"
+        self._record("target", name, self.round, self.proposed_at, time.perf_counter())
+        if self.round > 0:
+            self.report.proposed.append(self.num_proposed)
+            self.report.accepted.append(int(num_matches))
+            self.length.update(self.num_proposed, int(num_matches))
+
+    @property
+    def num_drafting_tokens(self) -> int:
+        """How many states a recurrent target keeps to go back to (Transformers 5.25): one for each row that it verifies.
+
+        One more than the draft's tokens, as the row before the draft runs in the same forward: rows whose state isn't
+        kept go through a fast scan that starts from an empty state (a known limit of Transformers' Mamba).
+        """
+        return self.length.most + 1
 
     def close(self) -> None:
-        """Ends the generation: hands the report to the drafter and lets go of the cache."""
+        """Ends the generation: no work or thread is left, the drafter gets the report, the cache is let go."""
         self.drafter.report = self.report
-        self.cache = self.drafter.new_cache()
+        try:
+            self._await_pending()
+        except Exception as error:
+            # The output is complete, and this pass was for a draft that nobody needs any more.
+            logger.warning(f"A drafter pass failed that was not needed any more: {error!r}")
+        finally:
+            self.overlap.close()
+            self.cache = self.drafter.new_cache()
+            self.context = self.verdict = self.draft_logits = None
 
     # The stages of a round
 
-    def _observe(self, input_ids: torch.LongTensor) -> None:
-        """Takes in the tokens that the target has settled since the last call."""
+    def _record(self, lane: str, name: str, number: int, start: float, end: float) -> None:
+        self.report.events.append(TraceEvent(lane, name, number, start - self.clock, end - self.clock))
+
+    def _start(self, name: str, work: Callable, *args) -> None:
+        """Starts a pass of the drafter, which may run in the background until [`_await_pending`]."""
+        self.pending = name, self.round, self.overlap.submit(functools.partial(work, *args))
+
+    def _observe(self, input_ids: torch.LongTensor) -> int:
+        """Takes in the tokens that the target has settled since the last call; returns their number."""
         new = input_ids[0, self.num_seen :].to(self.device)
         if self.context is None and self.prompt_mask is not None:
             new = new[self.prompt_mask[0, -len(new) :].to(self.device).bool()] if len(new) else new
         self.num_seen = input_ids.shape[1]
         self.context = new if self.context is None else torch.cat([self.context, new])
+        return len(new)
 
-    def _draft(self, input_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts one block behind the newest token, and cuts it where it could not be used."""
+    def _launch_prefill(self, sequence_length: int) -> None:
+        """Lets the drafter read the prompt beside the target, if a draft can follow the first token."""
+        if self.overlap.mode != "inline" and self._room(sequence_length + 1) > 0:
+            self._slide()
+            self._start("prefill", self._read, self.context)
+
+    def _room(self, sequence_length: int) -> int:
+        """Tokens worth drafting behind a sequence of this length."""
         # The target always adds a token of its own, so a draft that fills the remaining length would be wasted.
-        num_tokens = min(self.length.value, self.max_length - input_ids.shape[1] - 1)
+        return min(self.length.value, self.max_length - sequence_length - 1)
+
+    def _draft(self, input_ids: torch.LongTensor, num_new: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts one block behind the newest token, cuts it where it could not be used, and starts on its successors."""
+        num_tokens = self._room(input_ids.shape[1])
         if num_tokens <= 0:
             return input_ids[:, :0], None
+        hidden = self._settle(num_new)
         started = time.perf_counter()
-        prefills = self.cache.length == 0
-        self._prefill()
-        logits = self._block_logits(num_tokens)
-        draft, logits = self._choose(input_ids, logits)
+        # With successors, the row behind the draft is read, too: it guesses the bonus token.
+        logits = self._block_logits(hidden, num_tokens + (self.num_successors > 0))
+        draft, logits = self._choose(input_ids, logits, num_tokens)
         draft = self._cut(input_ids, draft, logits)
-        elapsed = time.perf_counter() - started
-        if prefills:
-            self.report.drafter_prefill_s += elapsed
-        else:
-            self.report.drafting_s += elapsed
+        self._record("drafter", "head", self.round, started, time.perf_counter())
+        if self.num_successors > 0:
+            self._launch_successors(input_ids.shape[1], draft[0], logits[: draft.shape[1] + 1])
         return draft, logits[None, : draft.shape[1]] if self.samples else None
 
-    def _prefill(self) -> None:
-        """Reads all but the newest tokens of a long context, in bounded passes, and slides a full window on."""
+    def _settle(self, num_new: int) -> torch.Tensor:
+        """Hidden states `(block_size, hidden_size)` of the block anchored at the newest token: ready, or drafted now."""
+        successors = self._await_pending()
+        index = None
+        if isinstance(successors, Successors):
+            index = find_outcome(successors.outcomes, num_new - 1, int(self.context[-1]))
+            self.report.outcomes.append((num_new - 1, index is not None))
+        if self.draft_logits is not None:
+            self.verdict = (self.draft_logits[:num_new], self.context[-num_new:])
+        if index is not None:
+            # The spine's rows are those of the tokens kept, and the block's own anchor follows them.
+            anchor = len(self.context) - 1
+            self.cache.copy_row(successors.anchors_at + index, anchor)
+            self.cache.rollback(anchor + 1)
+            return successors.hidden_states[index]
+        # What the spine wrote of the tokens kept stays.
+        self.cache.rollback(min(self.cache.length, len(self.context) - 1))
+        # In turn with the target, the first block's pass reads the prompt, too.
+        name = "block" if self.cache.length > 0 else "prefill"
+        self._slide()
+        self._start(name, self._block)
+        return self._await_pending()
+
+    def _await_pending(self):
+        """Waits for the pass in the background, if there is one, and returns its result."""
+        if self.pending is None:
+            return None
+        (name, number, wait), self.pending = self.pending, None
+        done = wait()
+        self._record("drafter", name, number, done.start, done.end)
+        return done.result
+
+    def _launch_successors(self, sequence_length: int, draft: torch.Tensor, logits: torch.Tensor) -> None:
+        """Starts the packed pass for the outcomes of this draft's verification, if one of them can be drafted for."""
+        self.draft_logits = logits
+        # A successor behind n kept tokens must have room in the output, and its block in the drafter's context.
+        in_output = self.max_length - sequence_length - 3
+        in_context = self.drafter.max_context - len(self.context) - 1
+        most = min(len(draft), in_output, in_context)
+        if most >= 0 and self.length.value > 0:
+            self._start("packed", self._draft_successors, draft.to(self.device), logits, most, self.verdict)
+        self.verdict = None
+
+    def _slide(self) -> None:
+        """Moves a full window on."""
         limit = max(self.drafter.max_context, 1)
         if len(self.context) > limit:
             # Half a window at once: re-reading then costs one row for each token of the output.
             self.context = self.context[-max(limit // 2, 1) :]
             self.cache.rollback(0)
-        while len(self.context) - self.cache.length > PREFILL_ROWS:
-            ids = self.context[self.cache.length :][:PREFILL_ROWS]
+
+    # What may run in the background. The cache is theirs until the wait.
+
+    def _read(self, context: torch.LongTensor) -> None:
+        """Reads the first tokens of a sequence, in bounded passes."""
+        while self.cache.length < len(context):
+            ids = context[self.cache.length :][:PREFILL_ROWS]
             self.drafter(ids.unsqueeze(0), cache=self.cache)
 
-    def _block_logits(self, num_tokens: int) -> torch.Tensor:
-        """Logits `(num_tokens, vocab_size)`, float32, of the block anchored at the newest token."""
+    def _block(self) -> torch.Tensor:
+        """Hidden states `(block_size, hidden_size)` of the block anchored at the newest token, in a pass of its own."""
+        self._read(self.context[:-PREFILL_ROWS])
         config = self.drafter.config
         num_cached, anchor = self.cache.length, len(self.context) - 1
         clean = trunk_rows(torch.arange(num_cached, anchor + 1, device=self.device))
@@ -233,22 +303,74 @@ class D3DCandidateGenerator(CandidateGenerator):
             mask_offsets=masked.position - masked.start,
         ).last_hidden_state[0]
         self.cache.rollback(anchor + 1)
-        return self.drafter.logits(hidden[-config.block_size :][:num_tokens]).float()
+        return hidden[-config.block_size :]
 
-    def _choose(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The draft tokens `(1, num_tokens)`, and the logits `(num_tokens, vocab_size)` after the processors."""
+    def _draft_successors(self, draft, logits, most: int, verdict) -> Successors:
+        """The packed pass: reads the draft as if it were kept, and drafts behind its likeliest outcomes.
+
+        Args:
+            draft (`torch.LongTensor` of shape `(num_draft_tokens,)`): The draft.
+            logits (`torch.Tensor` of shape `(num_draft_tokens + 1, vocab_size)`): Its logits, and those behind it.
+            most (`int`): Prepare for outcomes that keep at most this many tokens.
+            verdict (`tuple`, *optional*): Logits and settled tokens of the round before, to calibrate by.
+        """
+        config = self.drafter.config
+        if verdict is not None:
+            self.calibration.update(*verdict)
+        beliefs = self.calibration.log_probs(logits)
+        # Behind an end of sequence, and beyond the room that is left, nobody needs a draft.
+        beliefs[:, sorted(self.eos_token_ids)] = float("-inf")
+        beliefs[most + 1 :] = float("-inf")
+        if config.outcome_selection == "likeliest":
+            outcomes, _ = likeliest_outcomes(beliefs, draft, self.num_successors)
+        else:
+            outcomes = fan_out_outcomes(beliefs, draft, self.num_successors)
+        if len(outcomes) == 0:
+            return Successors(outcomes, logits[:0], self.cache.length)
+
+        spine, num_cached = draft[:most], self.cache.length
+        clean = trunk_rows(torch.arange(num_cached, num_cached + len(spine), device=self.device))
+        anchors, masked = successor_rows(num_cached + outcomes[:, 0], config.block_size)
+        masks = torch.full((len(masked),), config.mask_token_id, device=self.device)
+        hidden = self.drafter(
+            torch.cat([spine, outcomes[:, 1], masks]).unsqueeze(0),
+            clean + anchors + masked,
+            cache=self.cache,
+            mask_offsets=masked.position - masked.start - 1,
+        ).last_hidden_state[0, len(spine) :]
+        blocks = torch.cat(
+            [
+                hidden[: len(outcomes)].unsqueeze(1),
+                hidden[len(outcomes) :].unflatten(0, (len(outcomes), config.block_size - 1)),
+            ],
+            dim=1,
+        )
+        return Successors(outcomes, blocks, num_cached + len(spine))
+
+    # From hidden states to a draft
+
+    def _block_logits(self, hidden_states: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Logits `(num_rows, vocab_size)`, float32, of a block's first rows."""
+        return self.drafter.logits(hidden_states[:num_rows]).float()
+
+    def _choose(
+        self, input_ids: torch.LongTensor, logits: torch.Tensor, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The draft tokens `(1, num_tokens)`, and the logits `(num_rows, vocab_size)` after the processors."""
         if not self.logits_processor and not self.samples:
-            return logits.argmax(dim=-1).unsqueeze(0), logits
+            return logits[:num_tokens].argmax(dim=-1).unsqueeze(0), logits
         prefix = input_ids.to(self.device)
         processed = []
-        for row in logits:
+        for i, row in enumerate(logits):
             # Each processor sees the tokens that the target will see at this position if the draft is kept.
             row = self.logits_processor(prefix, row.unsqueeze(0))
+            processed.append(row)
+            if i == num_tokens:
+                break  # the row behind the draft: nothing is drawn from it
             if self.samples:
                 token = torch.multinomial(row.softmax(dim=-1), 1, generator=self.random)
             else:
                 token = row.argmax(dim=-1, keepdim=True)
-            processed.append(row)
             prefix = torch.cat([prefix, token], dim=1)
         return prefix[:, input_ids.shape[1] :], torch.cat(processed)
 

@@ -4,7 +4,7 @@ Knows positions and blocks; knows nothing about models, caches or devices. Every
 from [`visible`].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -79,6 +79,24 @@ def mask_rows(
     start = anchors[block] + 1
     sequence = torch.zeros_like(block) if sequence is None else sequence[block]
     return Rows(start + offset, block, start, torch.ones_like(block, dtype=torch.bool), sequence)
+
+
+def successor_rows(anchors: torch.Tensor, block_size: int) -> tuple[Rows, Rows]:
+    """The rows of blocks that bring their own anchors, for the outcomes of a verification.
+
+    Args:
+        anchors (`torch.LongTensor` of shape `(num_blocks,)`):
+            Positions of the anchors. The trunk may hold another token there.
+        block_size (`int`): Rows of a block, its anchor included.
+
+    Returns:
+        `tuple`: The anchors, `Rows` of shape `(num_blocks,)`, and the mask rows, `(num_blocks * (block_size - 1),)`,
+        block after block.
+    """
+    block = torch.arange(len(anchors), device=anchors.device)
+    own = Rows(anchors, block, anchors, torch.zeros_like(block, dtype=torch.bool), torch.zeros_like(block))
+    masked = mask_rows(anchors, block_size)
+    return own, replace(masked, start=masked.start - 1)
 
 
 def visible(query: Rows, key: Rows, block_attention: str = "causal", window: int | None = None) -> torch.Tensor:

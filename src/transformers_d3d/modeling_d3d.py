@@ -269,7 +269,9 @@ class D3DDrafterModel(PreTrainedModel):
             check_pair(target, self)
         mask = (model_kwargs or {}).get("attention_mask")
         prompt_mask = mask if mask is not None and mask.ndim == 2 and mask.shape[1] >= input_ids.shape[1] else None
-        return D3DCandidateGenerator(self, generation_config, logits_processor, stopping_criteria, prompt_mask)
+        return D3DCandidateGenerator(
+            self, generation_config, logits_processor, stopping_criteria, prompt_mask, input_ids.device
+        )
 
     # Building, saving and loading
 
