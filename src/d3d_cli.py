@@ -11,6 +11,7 @@ import sys
 COMMANDS = {
     "bench": ("benchmark", ("BenchmarkConfig",), "run_benchmark"),
     "demo": ("demo", ("DemoConfig",), "run_demo"),
+    "trace": ("trace", ("TraceConfig",), "run_trace"),
     "train": ("trainer", ("DrafterArguments", "D3DTrainingArguments"), "train"),
 }
 USAGE = f"usage: d3d {{{','.join(COMMANDS)}}} [options]   (d3d <command> --help for its options)"
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         if unknown:
             parser.error(f"unknown options: {' '.join(unknown)}")
         result = getattr(module, function_name)(*configs)
-    except (ValueError, OSError, StrictDataclassError) as error:
+    except (ValueError, OSError, ImportError, StrictDataclassError) as error:
         print(f"d3d {command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     if result is not None:

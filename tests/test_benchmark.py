@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from transformers_d3d.benchmark import BenchmarkConfig, first_divergence, read_prompts, run_benchmark, summarize
 
@@ -44,6 +45,22 @@ def test_a_record_adds_up(pair, tmp_path):
     assert "identical outputs" in str(record)
 
 
+def test_overlap_is_measured_too(pair):
+    threads = torch.get_num_threads()
+    settings = {"overlap": "thread", "num_successors": 30, "overlap_threads": 1, "num_threads": 2}
+    record = run_benchmark(BenchmarkConfig(**pair, num_prompts=2, max_new_tokens=20, **settings))
+    assert torch.get_num_threads() == threads
+    summary, setting = record["summary"], record["setting"]
+    assert setting["overlap"] == "thread" and record["hardware"]["threads"] == 2
+    assert summary["identical_outputs"] == "2/2"
+    assert summary["outcomes"] == sum(len(row["outcomes"]) for row in record["prompts"]) > 0
+    assert 0 < summary["hit_rate"] <= 1 and 0 < summary["overlap_efficiency"] < 1
+    assert "successors ready" in str(record)
+    turns = run_benchmark(BenchmarkConfig(**pair, num_prompts=1, max_new_tokens=8))
+    assert turns["summary"]["hit_rate"] is None and turns["setting"]["overlap"] == "inline"
+    assert "share the cpu" in str(turns)
+
+
 def test_sampling_is_measured_too(pair):
     record = run_benchmark(BenchmarkConfig(**pair, num_prompts=1, max_new_tokens=8, temperature=1.0))
     assert record["summary"]["mean_acceptance_length"] >= 1
@@ -55,12 +72,14 @@ def test_sampling_is_measured_too(pair):
         ({"dtype": "int8"}, "dtype"),
         ({"num_prompts": 0}, "num_prompts"),
         ({"temperature": -1}, "temperature"),
+        ({"overlap": "sometimes"}, "overlap"),
+        ({"num_threads": 0}, "num_threads"),
         ({"prompts": "nowhere.jsonl"}, "nowhere"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_bad_settings(pair, change, match):
-    with pytest.raises((ValueError, FileNotFoundError), match=match):
+    with pytest.raises((ValueError, FileNotFoundError, StrictDataclassError), match=match):
         run_benchmark(BenchmarkConfig(**pair | change))
 
 
@@ -97,11 +116,13 @@ def test_overhead_and_ratio_come_from_the_rows():
     row = {
         "accepted": [2, 0], "simulated_accepted": [1, 1, 0], "target_tok_per_s": 10.0, "drafted_tok_per_s": 15.0,
         "target_first_token_s": 0.1, "drafted_first_token_s": 0.2, "verify_forward_s": 2.0, "overhead_s": 0.1,
-        "identical": True,
+        "identical": True, "outcomes": [(2, True), (0, False)], "full_overlap_s": 0.8, "overlapping_rounds_s": 1.0,
     }  # fmt: skip
     summary = summarize([row, row | {"drafted_tok_per_s": 25.0, "identical": False}], block_size=4)
     assert summary["speedup"] == 2.0 and summary["overhead_share"] == 0.05
     assert summary["mean_acceptance_length"] == 2.0 and summary["simulated_acceptance_length"] == pytest.approx(5 / 3)
+    assert summary["hit_rate"] == 0.5 and summary["hit_rate_by_accepted"] == {0: 0.0, 2: 1.0}
+    assert summary["overlap_efficiency"] == pytest.approx(0.8)
     assert summary["accepted_histogram"] == [2, 0, 2, 0] and summary["identical_outputs"] == "1/2"
 
 

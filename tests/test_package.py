@@ -19,7 +19,16 @@ from transformers_d3d import demo
 ROOT = Path(__file__).parents[1]
 MODULES = {path.stem: path for path in (ROOT / "src" / "transformers_d3d").glob("*.py")}
 REMOTE = sorted(name for name in MODULES if name.endswith("_d3d"))
-LEAVES = ["cache_d3d", "configuration_d3d", "masking_d3d", "objective", "records"]
+LEAVES = [
+    "cache_d3d",
+    "configuration_d3d",
+    "masking_d3d",
+    "objective",
+    "outcomes_d3d",
+    "overlap_d3d",
+    "records",
+    "report_d3d",
+]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 PYTHON_BLOCKS = [code for language, code in BLOCKS if language == "python"]

@@ -13,8 +13,10 @@ from tqdm.auto import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from .acceptance import Acceptance, simulate_acceptance
+from .configuration_d3d import D3DDrafterConfig
 from .modeling_d3d import is_adapter
 from .records import command, hardware, versions, write_json
+from .report_d3d import DraftReport
 
 
 def check_dtype(dtype: str) -> None:
@@ -36,18 +38,38 @@ class BenchmarkConfig:
     temperature: float = field(default=0.0, metadata={"help": "0 for greedy decoding, else sampling."})
     device: str = field(default="cpu", metadata={"help": "cpu, cuda ..."})
     seed: int = field(default=0, metadata={"help": "Seed of each answer, when sampling."})
+    overlap: str = field(
+        default="auto", metadata={"help": "Back end of the drafter's passes: auto, inline, thread, stream."}
+    )
+    num_successors: int | None = field(
+        default=None, metadata={"help": "Successors of a packed pass. Default: 16, or 0."}
+    )
+    outcome_selection: str = field(
+        default="likeliest", metadata={"help": "Outcomes prepared for: likeliest or fan_out."}
+    )
+    num_threads: int | None = field(default=None, metadata={"help": "Intra-op threads of the target. Default: all."})
+    overlap_threads: int | None = field(default=None, metadata={"help": "Those of the drafter with --overlap thread."})
     num_warmup_prompts: int = field(default=1, metadata={"help": "Prompts answered first and not counted."})
     output: str | None = field(default=None, metadata={"help": "Write the record to this JSON file."})
 
     def __post_init__(self):
         check_dtype(self.dtype)
+        D3DDrafterConfig(**self.drafting)  # refuses what is not allowed, before any model is loaded
         if self.num_prompts < 1 or self.max_new_tokens < 2:
             raise ValueError(
                 f"`num_prompts` is {self.num_prompts} (it must be at least 1) and `max_new_tokens` is "
                 f"{self.max_new_tokens} (it must be at least 2)."
             )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"`num_threads` is {self.num_threads}; it must be at least 1.")
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or positive.")
+
+    @property
+    def drafting(self) -> dict:
+        """The settings that are the drafter's."""
+        names = ("overlap", "num_successors", "outcome_selection", "overlap_threads")
+        return {name: getattr(self, name) for name in names}
 
 
 class BenchmarkRecord(dict):
@@ -68,7 +90,14 @@ class BenchmarkRecord(dict):
             f"  overhead of a round         {100 * summary['overhead_share']:8.2f} % of the target's forward",
             f"  identical outputs           {summary['identical_outputs']:>8}",
             f"  accepted in a round         {summary['accepted_histogram']} (0, 1, 2 ... draft tokens)",
+            f"  overlap                     {setting['overlap']:>8} ({setting['overlap_reason']})",
         ]
+        if summary["hit_rate"] is not None:
+            lines += [
+                f"  successors ready            {100 * summary['hit_rate']:8.1f} % of {summary['outcomes']} verifications, "
+                f"{setting['num_successors']} of them {setting['outcome_selection']}",
+                f"  overlap efficiency          {summary['overlap_efficiency']:8.2f} (1: only the longer of the two takes time)",
+            ]
         return "\n".join(lines)
 
 
@@ -78,10 +107,19 @@ def run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
     Returns:
         [`BenchmarkRecord`]: Settings, versions, the machine, a row for each prompt, and the summary.
     """
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(config.num_threads or threads)
+        return _run_benchmark(config)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
     prompts = read_prompts(config.prompts, config.num_prompts + config.num_warmup_prompts)
     tokenizer = AutoTokenizer.from_pretrained(config.target)
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype).to(config.device)
-    drafter = load_drafter(config.drafter, target)
+    drafter = load_drafter(config.drafter, target, **config.drafting)
     encoded = [encode_prompt(tokenizer, prompt["turns"][0], config.device) for prompt in prompts]
     warmup, counted = encoded[: config.num_warmup_prompts], encoded[config.num_warmup_prompts :]
     if not counted:
@@ -100,6 +138,9 @@ def run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
         "attn_implementation": target.config._attn_implementation,
         "batch_size": 1,
         "seed": config.seed,
+        **config.drafting,
+        "overlap": drafter.report.mode,
+        "overlap_reason": drafter.report.reason,
         "warmup_prompts": config.num_warmup_prompts,
     }
     drafter_config = drafter.config
@@ -156,10 +197,16 @@ def encode_prompt(tokenizer, text: str, device: str) -> dict[str, torch.Tensor]:
     ).to(device)
 
 
-def load_drafter(name: str, target):
-    """A drafter beside its target: adapters over the target's own weights, or a checkpoint of its own."""
-    settings = {"base_model": target} if is_adapter(name) else {"dtype": target.dtype}
-    return AutoModel.from_pretrained(name, **settings).to(target.device)
+def load_drafter(name: str, target, **settings):
+    """A drafter beside its target: adapters over the target's own weights, or a checkpoint of its own.
+
+    Args:
+        name (`str`): The drafter: an id on the Hub or a folder.
+        target (`PreTrainedModel`): The target.
+        settings: Fields of the drafter's configuration to set.
+    """
+    weights = {"base_model": target} if is_adapter(name) else {"dtype": target.dtype}
+    return AutoModel.from_pretrained(name, **weights, **settings).to(target.device)
 
 
 def measure_prompt(target, drafter, inputs: dict, config: BenchmarkConfig) -> dict:
@@ -175,11 +222,10 @@ def measure_prompt(target, drafter, inputs: dict, config: BenchmarkConfig) -> di
         drafted, drafted_s, drafted_first_s = timed_generate(target, inputs, settings | {"assistant_model": drafter})
     report = drafter.report
     num_tokens = drafted.shape[1] - prompt_length
-    # The first round's drafting reads the prompt, and the first target forward is its prefill: neither is a round's.
-    verifying = [s for name, s in forwards if name == "target"][1:]
-    second = next((i for i, (name, _) in enumerate(forwards) if name == "target" and i > 0), len(forwards))
-    drafting = [s for name, s in forwards[second:] if name == "drafter"]
-    overhead_s = report.drafting_s + report.verifying_s - sum(verifying) - sum(drafting)
+    verifying = [s for name, s in forwards if name == "target"][1:]  # the first is its prefill
+    drafting = [s for name, s in forwards if name == "drafter"]
+    full_s, measured_s = report.full_and_measured_overlap_s
+    overhead_s = report.drafting_s + report.drafter_prefill_s + report.verifying_s - sum(verifying) - sum(drafting)
     row = {
         "prompt_tokens": prompt_length,
         "new_tokens": num_tokens,
@@ -192,6 +238,11 @@ def measure_prompt(target, drafter, inputs: dict, config: BenchmarkConfig) -> di
         "verify_forward_s": sum(verifying),
         "draft_forward_s": sum(drafting),
         "overhead_s": overhead_s,
+        "waiting_s": report.waiting_s,
+        "overlapped_s": report.overlapped_s,
+        "full_overlap_s": full_s,
+        "overlapping_rounds_s": measured_s,
+        "outcomes": report.outcomes,
         "accepted": report.accepted,
         "identical": torch.equal(plain, drafted),
     }
@@ -284,6 +335,9 @@ def summarize(rows: list[dict], block_size: int) -> dict:
     accepted = Acceptance(tuple(n for row in rows for n in row["accepted"]))
     simulated = Acceptance(tuple(n for row in rows for n in row["simulated_accepted"]))
 
+    outcomes = DraftReport(outcomes=[outcome for row in rows for outcome in row["outcomes"]])
+    overlapping_s = sum(row["overlapping_rounds_s"] for row in rows)
+
     def median(name):
         return statistics.median(row[name] for row in rows)
 
@@ -299,6 +353,10 @@ def summarize(rows: list[dict], block_size: int) -> dict:
         "verify_forward_s": sum(row["verify_forward_s"] for row in rows) / max(len(accepted.rounds), 1),
         "overhead_share": sum(row["overhead_s"] for row in rows) / sum(row["verify_forward_s"] for row in rows),
         "identical_outputs": f"{sum(row['identical'] for row in rows)}/{len(rows)}",
+        "outcomes": len(outcomes.outcomes),
+        "hit_rate": outcomes.hit_rate if outcomes.outcomes else None,
+        "hit_rate_by_accepted": outcomes.hit_rate_by_accepted,
+        "overlap_efficiency": sum(row["full_overlap_s"] for row in rows) / overlapping_s if overlapping_s else None,
         "near_ties": sum(row.get("divergence", {}).get("tie", False) for row in rows),
         "peak_memory_gib": peak_memory_gib(),
     }

@@ -1,0 +1,93 @@
+"""Pictures of runs, with Matplotlib (the extra `plot`), which is imported only here and only when it draws."""
+
+import os
+
+from .report_d3d import DraftReport
+
+COLOURS = {
+    "prefill": "#8da0cb",
+    "verify": "#4878a8",
+    "wait": "#e8e8e8",
+    "packed": "#6aaa64",
+    "block": "#d9822b",
+    "head": "#8c6bb1",
+}
+MEANINGS = {
+    "prefill": "prefill",
+    "verify": "verifies a draft",
+    "wait": "waits for a draft",
+    "packed": "packed pass: successors",
+    "block": "block pass: nothing was ready",
+    "head": "head",
+}
+
+
+def new_figure(width: float, height: float):
+    """A figure of `width` by `height` inches and its axes, without a window.
+
+    Raises:
+        `ImportError`: If Matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Pictures need Matplotlib; install it with `pip install 'transformers-d3d[plot]'`."
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def plot_trace(
+    report: DraftReport, path: str | os.PathLike, first_round: int = 0, num_rounds: int = 12, title: str = ""
+) -> None:
+    """Draws target and drafter as two lanes over time.
+
+    Args:
+        report (`DraftReport`): Of a `generate` call.
+        path (`str` or `os.PathLike`): The picture; its ending tells the format (PNG, SVG, PDF).
+        first_round, num_rounds (`int`, *optional*): Which rounds; 0 is the prefill.
+        title (`str`, *optional*): Above the picture.
+
+    Raises:
+        `ValueError`: If there are no such rounds.
+    """
+    events = [event for event in report.events if first_round <= event.round < first_round + num_rounds]
+    if not events:
+        raise ValueError(
+            f"There are no rounds {first_round} to {first_round + num_rounds - 1}: the run has rounds 0 to {report.rounds}."
+        )
+    figure, axes = new_figure(12, 2.6)
+    origin = min(event.start for event in events)
+    lanes = {"target": 1, "drafter": 0}
+    for event in events:
+        bar = {"color": COLOURS[event.name], "edgecolor": "white", "linewidth": 0.5}
+        axes.barh(lanes[event.lane], event.seconds, left=event.start - origin, height=0.8, **bar)
+        if event.name in ("verify", "packed", "block"):
+            middle = event.start - origin + event.seconds / 2
+            axes.text(middle, lanes[event.lane], str(event.round), ha="center", va="center", fontsize=7, color="white")
+    names = [name for name in COLOURS if any(event.name == name for event in events)]
+    handles = [axes.barh(0, 0, color=COLOURS[name], label=MEANINGS[name]) for name in names]
+    figure.legend(handles=handles, ncols=len(names), loc="outside lower center", frameon=False, fontsize=8)
+    axes.set_yticks(list(lanes.values()), list(lanes))
+    axes.set_xlim(0, max(event.end for event in events) - origin)
+    axes.set_xlabel("seconds (numbers: rounds)")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def chrome_trace(report: DraftReport) -> dict:
+    """The report's events in the format of `chrome://tracing` and https://ui.perfetto.dev."""
+    lanes = {"target": 0, "drafter": 1}
+    rows = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}}
+        for name, number in lanes.items()
+    ]
+    for event in report.events:
+        times = {"ts": event.start * 1e6, "dur": event.seconds * 1e6}
+        where = {"pid": 0, "tid": lanes[event.lane], "args": {"round": event.round}}
+        rows.append({"name": event.name, "cat": event.lane, "ph": "X"} | times | where)
+    return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"mode": report.mode, "reason": report.reason}}

@@ -1,0 +1,43 @@
+"""Pictures of a run: two lanes that show what the report says, and a trace that other tools read."""
+
+import json
+
+import pytest
+
+from transformers_d3d.plotting import chrome_trace, plot_trace
+from transformers_d3d.report_d3d import DraftReport, TraceEvent
+
+EVENTS = [
+    TraceEvent("target", "prefill", 0, 0.0, 1.0),
+    TraceEvent("drafter", "prefill", 0, 0.0, 1.5),
+    TraceEvent("target", "wait", 1, 1.0, 2.0),
+    TraceEvent("drafter", "packed", 1, 2.0, 4.0),
+    TraceEvent("target", "verify", 1, 2.0, 3.0),
+]
+
+
+def test_a_picture_of_two_lanes(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    report = DraftReport(accepted=[2], events=EVENTS)
+    plot_trace(report, tmp_path / "trace.png", title="a run")
+    image = matplotlib.image.imread(tmp_path / "trace.png")
+    assert image.shape[1] > 1000 and len({tuple(pixel) for pixel in image[::7, ::7].reshape(-1, 4)}) > 5
+    with pytest.raises(ValueError, match="rounds 5 to 6.*rounds 0 to 1"):
+        plot_trace(report, tmp_path / "none.png", first_round=5, num_rounds=2)
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_a_chrome_trace_has_every_event():
+    trace = json.loads(json.dumps(chrome_trace(DraftReport(events=EVENTS, mode="thread"))))
+    bars = [row for row in trace["traceEvents"] if row["ph"] == "X"]
+    names = {row["tid"]: row["args"]["name"] for row in trace["traceEvents"] if row["ph"] == "M"}
+    assert [(names[row["tid"]], row["name"], row["ts"], row["dur"]) for row in bars] == [
+        (event.lane, event.name, event.start * 1e6, (event.end - event.start) * 1e6) for event in EVENTS
+    ]
+    assert trace["otherData"]["mode"] == "thread"
+
+
+def test_without_matplotlib_the_remedy_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'transformers-d3d\[plot\]'"):
+        plot_trace(DraftReport(events=EVENTS), tmp_path / "trace.png")
