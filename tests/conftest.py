@@ -113,3 +113,12 @@ def base_tokenizer():
 def tokenizer(base_tokenizer):
     """A tokenizer of 64 tokens, a letter each, one of them reserved, with a chat template."""
     return copy.deepcopy(base_tokenizer)
+
+
+@pytest.fixture
+def pair_folders(targets, make_perturbed, tokenizer, tmp_path):
+    """Folders of a tiny target with a tokenizer, and of adapters over it: `target` and `drafter`."""
+    targets["llama"].save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_perturbed(targets["llama"], 4).save_adapter(tmp_path / "drafter")
+    return {"target": str(tmp_path / "target"), "drafter": str(tmp_path / "drafter")}

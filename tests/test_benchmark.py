@@ -15,15 +15,11 @@ GSM8K = ROOT.parent / "shared" / "data" / "bench" / "gsm8k.jsonl"
 
 
 @pytest.fixture
-def pair(targets, make_perturbed, tokenizer, tmp_path):
-    """Folders of a tiny target and of adapters over it, and a file of prompts."""
-    target = targets["llama"]
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    make_perturbed(target, 4).save_adapter(tmp_path / "drafter")
+def pair(pair_folders, tmp_path):
+    """A tiny pair, and a file of prompts."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": f"p{i}", "turns": ["abc def"[i:]]}) + "\n" for i in range(4)))
-    return {"target": str(tmp_path / "target"), "drafter": str(tmp_path / "drafter"), "prompts": str(prompts)}
+    return pair_folders | {"prompts": str(prompts)}
 
 
 def test_a_record_adds_up(pair, tmp_path):

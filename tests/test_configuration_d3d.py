@@ -48,6 +48,10 @@ SETTINGS = {
     "mask_adapter_scale": 0.5,
     "head_bias": True,
     "context_window": 100,
+    "overlap": "thread",
+    "num_successors": 5,
+    "outcome_selection": "fan_out",
+    "overlap_threads": 2,
 }
 BACKBONES = {
     "llama": backbone(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}, eos_token_id=[2, 3]),
@@ -119,6 +123,10 @@ def test_saved_file_holds_nothing_of_this_machine(tmp_path, text_config):
         pytest.param({"block_attention": "full"}, "block_attention", id="block-attention"),
         pytest.param({"mask_adapter_rank": -1}, "`mask_adapter_rank` is -1", id="negative-rank"),
         pytest.param({"context_window": 0}, "`context_window` is 0", id="window-0"),
+        pytest.param({"overlap": "fork"}, "overlap.*thread", id="overlap"),
+        pytest.param({"outcome_selection": "best"}, "outcome_selection.*fan_out", id="outcome-selection"),
+        pytest.param({"num_successors": -1}, "`num_successors` is -1", id="negative-successors"),
+        pytest.param({"overlap_threads": 0}, "`overlap_threads` is 0", id="no-threads"),
         pytest.param({"text_config": T5Config()}, "`t5` is an encoder-decoder model.*Llama", id="encoder-decoder"),
     ],
 )

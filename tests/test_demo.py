@@ -15,12 +15,8 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 @pytest.fixture
-def pair(targets, make_perturbed, tokenizer, tmp_path):
-    """Folders of a tiny target and of adapters over it."""
-    targets["llama"].save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    make_perturbed(targets["llama"], 4).save_adapter(tmp_path / "drafter")
-    return {"target": str(tmp_path / "target"), "drafter": str(tmp_path / "drafter"), "prompt": "abc def"}
+def pair(pair_folders):
+    return pair_folders | {"prompt": "abc def"}
 
 
 def test_it_streams_both_answers_and_compares_them(pair, tmp_path, capsys):

@@ -16,18 +16,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import tiny
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
     T5Config,
@@ -1049,17 +1058,60 @@ def test_an_encoder_decoder_target_is_refused(llama):
         greedy(T5ForConditionalGeneration(config), drafter=make_drafter(llama))
 
 
-def test_a_recurrent_target_is_served_or_refused(llama):
-    """Transformers 5.25 takes back a recurrent state; before, its refusal must come through."""
-    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4, initializer_range=0.5)
-    target = MambaForCausalLM(config).eval()
-    truth = greedy(target)[0]
+# Families whose state is not, or not only, keys and values. Transformers 5.25 takes such a state back.
+RECURRENT = {
+    "mamba": (MambaForCausalLM, MambaConfig, {"state_size": 4}),
+    "mamba2": (
+        Mamba2ForCausalLM,
+        Mamba2Config,
+        {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 2, "chunk_size": 8},
+    ),
+    "qwen3-next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 0,
+        },
+    ),
+    "lfm2": (
+        Lfm2ForCausalLM,
+        Lfm2Config,
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "jamba": (
+        JambaForCausalLM,
+        JambaConfig,
+        {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "use_mamba_kernels": False,
+            "mamba_d_state": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+        },
+    ),
+}
+
+
+@each_drafter()
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrent_target_is_served_or_refused(llama, family, kind):
+    """Each may be refused by a Transformers that cannot take its state back, but never be served another output."""
+    model_class, config_class, settings = RECURRENT[family]
+    target = tiny(model_class, config_class, **settings)
+    truth = greedy(target, max_new_tokens=60)[0]
     try:
-        drafted = greedy(target, drafter=make_drafter(llama))[0]
+        drafted = greedy(target, drafter=make_drafter(llama, kind, truth), max_new_tokens=30)[0]
     except ValueError as error:
-        assert "Mamba" in str(error)
+        assert model_class.__name__ in str(error) or "cache" in str(error)
     else:
-        assert torch.equal(drafted, truth)
+        assert torch.equal(drafted, truth[: len(drafted)])
+        assert len(drafted) == len(PROMPT[0]) + 30
 
 
 def test_a_batch_is_refused(llama):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from transformers_d3d.masking_d3d import TRUNK, Rows, mask_rows, trunk_rows, visible
+from transformers_d3d.masking_d3d import TRUNK, Rows, mask_rows, successor_rows, trunk_rows, visible
 
 LENGTHS = (12, 7)
 
@@ -125,3 +125,21 @@ def test_rows_that_are_not_kept_are_left_out():
     assert rows.position.tolist() == [5, 8, 9]
     assert rows.block.tolist() == [0, 2, 2]
     assert len(mask_rows(torch.tensor([], dtype=torch.long), 4)) == 0
+
+
+def test_successors_bring_their_own_anchors():
+    """Against rows built one block after the other, in the order that a packed pass has them: anchors, then masks."""
+    block_size, anchors = 4, [5, 5, 9]
+    own, masked = successor_rows(torch.tensor(anchors), block_size)
+    assert own.position.tolist() == own.start.tolist() == anchors
+    assert own.block.tolist() == [0, 1, 2] and not own.is_mask.any()
+    assert masked.position.tolist() == [anchor + offset for anchor in anchors for offset in (1, 2, 3)]
+    assert masked.start.tolist() == [anchor for anchor in anchors for _ in range(3)]
+    assert masked.block.tolist() == [block for block in range(3) for _ in range(3)] and masked.is_mask.all()
+    trunk = trunk_rows(torch.arange(12))
+    kinds = [Token("anchor", anchor, 0, 100 + i, anchor) for i, anchor in enumerate(anchors)]
+    kinds += [Token("mask", a + offset, 0, 100 + i, a) for i, a in enumerate(anchors) for offset in (1, 2, 3)]
+    keys = [Token("clean", position, 0) for position in range(12)] + kinds
+    for block_attention in ("causal", "bidirectional"):
+        expected = [[sees(query, key, block_attention, None) for key in keys] for query in kinds]
+        assert visible(own + masked, trunk + own + masked, block_attention).tolist() == expected

@@ -9,12 +9,8 @@ from transformers_d3d.trace import TraceConfig, run_trace
 
 
 @pytest.fixture
-def pair(targets, make_perturbed, tokenizer, tmp_path):
-    target = targets["llama"]
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    make_perturbed(target, 4).save_adapter(tmp_path / "drafter")
-    return {"target": str(tmp_path / "target"), "drafter": str(tmp_path / "drafter"), "prompt": "abc"}
+def pair(pair_folders):
+    return pair_folders | {"prompt": "abc"}
 
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
