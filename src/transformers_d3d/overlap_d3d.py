@@ -5,9 +5,12 @@ starts it and returns a function that waits for it, and `close` leaves nothing b
 """
 
 import functools
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -46,20 +49,31 @@ class ThreadOverlap:
     mode = "thread"
 
     def __init__(self, num_threads: int | None = None):
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="d3d-drafter")
+        # Not a `ThreadPoolExecutor`: that one refuses work once the main thread has ended, while a generation in another
+        # thread goes on. This thread is a daemon where the caller is one, and knows only the queue, not its owner.
+        work = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_work_off, args=(work,), name="d3d-drafter")
+        self.work, self.end = work, weakref.finalize(self, work.put, None)
+        self.thread.start()
         callers = torch.get_num_threads()
         if num_threads is not None and num_threads != callers:
-            self.executor.submit(_set_threads, num_threads).result()
+            self._submit(functools.partial(_set_threads, num_threads)).result()
             # PyTorch also takes the newest number for threads that start later.
             torch.set_num_threads(callers)
 
     def submit(self, work: Callable[[], Any]) -> Callable[[], Done]:
         """Starts `work`; what it raises is raised by the wait, with its own traceback."""
-        return self.executor.submit(_timed, functools.partial(_with_modes, _modes(), work)).result
+        return self._submit(functools.partial(_timed, functools.partial(_with_modes, _modes(), work))).result
 
     def close(self) -> None:
         """Waits for work that runs, and ends the thread."""
-        self.executor.shutdown(wait=True, cancel_futures=True)
+        self.end()
+        self.thread.join()
+
+    def _submit(self, work: Callable[[], Any]) -> Future:
+        future = Future()
+        self.work.put((work, future))
+        return future
 
 
 class StreamOverlap:
@@ -158,6 +172,16 @@ def _side_stream(device: torch.device):
 def _set_threads(num_threads: int) -> None:
     torch.get_num_threads()  # a thread's first question sets its number to the newest, so ask before setting it
     torch.set_num_threads(num_threads)
+
+
+def _work_off(work: queue.SimpleQueue) -> None:
+    while (item := work.get()) is not None:
+        function, future = item
+        try:
+            future.set_result(function())
+        except BaseException as error:  # for the one who waits, whatever it is
+            future.set_exception(error)
+        del item, function, future  # what they hold must not outlive the generation's next pass
 
 
 def _timed(work: Callable[[], Any]) -> Done:
