@@ -856,8 +856,13 @@ def test_ctrl_c_while_waiting_for_the_drafter(llama, truth):
             time.sleep(0.5)
 
     handle = drafter.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        greedy(llama, drafter=drafter)
+    # A shell starts jobs in the background with Ctrl-C ignored, and Python leaves it at that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            greedy(llama, drafter=drafter)
+    finally:
+        signal.signal(signal.SIGINT, before)
     handle.remove()
     assert drafting_threads() == []
     assert torch.equal(greedy(llama, drafter=drafter)[0], truth[:26])
