@@ -63,16 +63,16 @@ def each_drafter(*kinds):
 class Scripted(D3DCandidateGenerator):
     """Runs the drafter, but proposes a script: noise, or the target's own continuation, wrong at one offset."""
 
-    def _block_logits(self, hidden_states, num_rows):
-        logits = super()._block_logits(hidden_states, num_rows)
+    def _block_logits(self, hidden_states, first, end):
+        logits = super()._block_logits(hidden_states, first, end)
         script, wrong_at = self.drafter.script, self.drafter.wrong_at
         if script is None:
             return logits
         if isinstance(script, torch.Generator):
             return torch.randn(logits.shape, generator=script) * 5
-        tokens = script[self.num_seen : self.num_seen + num_rows].clone()
-        if wrong_at is not None and wrong_at < len(tokens):
-            tokens[wrong_at] = (tokens[wrong_at] + 1) % logits.shape[1]
+        tokens = script[self.num_seen + first : self.num_seen + end].clone()
+        if wrong_at is not None and first <= wrong_at < end:
+            tokens[wrong_at - first] = (tokens[wrong_at - first] + 1) % logits.shape[1]
         scripted = torch.full_like(logits, -20.0)
         scripted[torch.arange(len(tokens)), tokens] = 20.0
         return scripted

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .configuration_d3d import denoising_parts
 from .masking_d3d import mask_rows
 
 
@@ -67,7 +68,7 @@ class Acceptance:
 
 @torch.no_grad()
 def draft_all_anchors(drafter, input_ids: torch.Tensor, first_anchor: int, rows_per_pass: int = 512) -> torch.Tensor:
-    """Drafts greedily from every anchor of a sequence, many blocks in a pass.
+    """Drafts greedily from every anchor of a sequence, many blocks in a pass, in the drafter's denoising steps.
 
     Args:
         drafter (`D3DDrafterModel`): The drafter.
@@ -85,19 +86,21 @@ def draft_all_anchors(drafter, input_ids: torch.Tensor, first_anchor: int, rows_
     cache = drafter.new_cache(len(input_ids) + rows_per_pass)
     clean = drafter(input_ids.unsqueeze(0), cache=cache).last_hidden_state[0]
     anchors = torch.arange(first_anchor, len(input_ids) - 1, device=device)
-    first = drafter.logits(clean[anchors]).argmax(-1, keepdim=True)
-    later = []
+    drafts = []
     for part in anchors.split(max(rows_per_pass // num_drafts, 1)):
+        draft = drafter.logits(clean[part]).argmax(-1, keepdim=True)
         rows = mask_rows(part, config.block_size)
         offsets = rows.position - rows.start
-        hidden = drafter(
-            torch.full((1, len(rows)), config.mask_token_id, device=device), rows, cache=cache, mask_offsets=offsets
-        ).last_hidden_state[0]
-        cache.rollback(len(input_ids))
-        # The last mask row of a block is the look-ahead: it drafts nothing.
-        drafting = hidden.view(len(part), num_drafts, -1)[:, :-1]
-        later.append(drafter.logits(drafting).argmax(-1))
-    return torch.cat([first, torch.cat(later)], dim=1)
+        block_ids = torch.full((len(part), num_drafts), config.mask_token_id, device=device)
+        for num_settled in denoising_parts(config.block_size, config.num_denoising_steps):
+            hidden = drafter(block_ids.view(1, -1), rows, cache=cache, mask_offsets=offsets).last_hidden_state[0]
+            cache.rollback(len(input_ids))
+            # Token i of the draft comes from the mask row at offset i - 1. The last row is the look-ahead.
+            drafting = hidden.view(len(part), num_drafts, -1)[:, draft.shape[1] - 1 : num_settled - 1]
+            draft = torch.cat([draft, drafter.logits(drafting).argmax(-1)], dim=1)
+            block_ids[:, :num_settled] = draft
+        drafts.append(draft)
+    return torch.cat(drafts)
 
 
 def simulate_acceptance(drafter, examples: Iterable[dict]) -> Acceptance:

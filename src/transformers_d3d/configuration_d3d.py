@@ -52,6 +52,9 @@ class D3DDrafterConfig(PreTrainedConfig):
         overlap_threads (`int`, *optional*):
             Intra-op threads of the drafter's passes with `overlap="thread"`. `None` for half of the caller's, at least
             one, when both models run on the CPU, else as many.
+        num_denoising_steps (`int`, *optional*, defaults to 1):
+            Passes that draft a block, at most `block_size - 1`. Each settles a part of the draft, from left to right, and
+            the next predicts the rest with that part in place of its mask tokens.
     """
 
     model_type = "d3d_drafter"
@@ -71,6 +74,7 @@ class D3DDrafterConfig(PreTrainedConfig):
     num_successors: int | None = None
     outcome_selection: Literal["likeliest", "fan_out"] = "likeliest"
     overlap_threads: int | None = None
+    num_denoising_steps: int = 1
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
@@ -109,9 +113,34 @@ class D3DDrafterConfig(PreTrainedConfig):
             raise ValueError(f"`num_successors` is {self.num_successors}; it must be 0 (none) or positive, or `None`.")
         if self.overlap_threads is not None and self.overlap_threads < 1:
             raise ValueError(f"`overlap_threads` is {self.overlap_threads}; it must be at least 1, or `None`.")
+        denoising_parts(self.block_size, self.num_denoising_steps)
         if self.text_config is not None:
             check_backbone(self.text_config)
             check_mask_token(self.mask_token_id, self.text_config)
+
+
+def denoising_parts(block_size: int, num_denoising_steps: int) -> list[int]:
+    """How many draft tokens of a block are settled after each denoising step.
+
+    The parts are as equal as can be, the smaller ones first: what is settled early improves more of the other tokens.
+
+    Args:
+        block_size (`int`): Rows of a block, its anchor included: one more than its draft tokens.
+        num_denoising_steps (`int`): Number of steps.
+
+    Returns:
+        `list[int]`: A rising count for each step, the last one `block_size - 1`.
+
+    Raises:
+        `ValueError`: If there are not between 1 and `block_size - 1` steps.
+    """
+    num_drafts = block_size - 1
+    if not 1 <= num_denoising_steps <= num_drafts:
+        raise ValueError(
+            f"`num_denoising_steps` is {num_denoising_steps}; it must be between 1 and `block_size - 1`, here "
+            f"{num_drafts}, since each step settles one draft token or more."
+        )
+    return [num_drafts * step // num_denoising_steps for step in range(1, num_denoising_steps + 1)]
 
 
 def check_backbone(text_config: PreTrainedConfig) -> None:

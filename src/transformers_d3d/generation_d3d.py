@@ -26,6 +26,7 @@ from transformers.generation import (
 )
 from transformers.utils import logging
 
+from .configuration_d3d import denoising_parts
 from .masking_d3d import mask_rows, successor_rows, trunk_rows
 from .outcomes_d3d import Calibration, fan_out_outcomes, find_outcome, likeliest_outcomes
 from .overlap_d3d import choose_overlap
@@ -219,12 +220,7 @@ class D3DCandidateGenerator(CandidateGenerator):
         if num_tokens <= 0:
             return input_ids[:, :0], None
         hidden = self._settle(num_new)
-        started = time.perf_counter()
-        # With successors, the row behind the draft is read, too: it guesses the bonus token.
-        logits = self._block_logits(hidden, num_tokens + (self.num_successors > 0))
-        draft, logits = self._choose(input_ids, logits, num_tokens)
-        draft = self._cut(input_ids, draft, logits)
-        self._record("drafter", "head", self.round, started, time.perf_counter())
+        draft, logits = self._denoise(input_ids, hidden, num_tokens)
         if self.num_successors > 0:
             self._launch_successors(input_ids.shape[1], draft[0], logits[: draft.shape[1] + 1])
         return draft, logits[None, : draft.shape[1]] if self.samples else None
@@ -305,6 +301,25 @@ class D3DCandidateGenerator(CandidateGenerator):
         self.cache.rollback(anchor + 1)
         return hidden[-config.block_size :]
 
+    def _revise(self, draft: torch.LongTensor) -> torch.Tensor:
+        """Another pass over the newest block, with the draft so far in place of its first mask tokens.
+
+        Args:
+            draft (`torch.LongTensor` of shape `(num_settled,)`): The first draft tokens.
+
+        Returns:
+            `torch.Tensor` of shape `(block_size - 1, hidden_size)`: Hidden states of the mask rows. The last revealed one
+            predicts the next draft token.
+        """
+        config, anchor = self.drafter.config, len(self.context) - 1
+        masked = mask_rows(torch.tensor([anchor], device=self.device), config.block_size)
+        block_ids = torch.full((1, len(masked)), config.mask_token_id, device=self.device)
+        block_ids[0, : len(draft)] = draft
+        offsets = masked.position - masked.start
+        hidden = self.drafter(block_ids, masked, cache=self.cache, mask_offsets=offsets).last_hidden_state[0]
+        self.cache.rollback(anchor + 1)
+        return hidden
+
     def _draft_successors(self, draft, logits, most: int, verdict) -> Successors:
         """The packed pass: reads the draft as if it were kept, and drafts behind its likeliest outcomes.
 
@@ -349,9 +364,42 @@ class D3DCandidateGenerator(CandidateGenerator):
 
     # From hidden states to a draft
 
-    def _block_logits(self, hidden_states: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Logits `(num_rows, vocab_size)`, float32, of a block's first rows."""
-        return self.drafter.logits(hidden_states[:num_rows]).float()
+    def _denoise(
+        self, input_ids: torch.LongTensor, hidden_states: torch.Tensor, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The draft `(1, num_draft_tokens)`, cut where it could not be used, and the logits that it was chosen from.
+
+        Each denoising step settles the next part of the draft; a pass of the drafter that reads it comes before the next.
+        Tokens are settled from left to right, so that each is drawn given those before it, as sampling requires.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): All tokens so far.
+            hidden_states (`torch.Tensor` of shape `(block_size, hidden_size)`): Of the first pass.
+            num_tokens (`int`): Tokens to draft, at least one.
+        """
+        config = self.drafter.config
+        prefix, parts, first = input_ids, [], 0
+        for num_settled in denoising_parts(config.block_size, config.num_denoising_steps):
+            if first > 0:
+                self._start("denoise", self._revise, prefix[0, -first:].to(self.device))
+                hidden_states = torch.cat([hidden_states[:1], self._await_pending()])
+            started = time.perf_counter()
+            end = min(num_settled, num_tokens)
+            # With successors, the row behind the draft is read, too: it guesses the bonus token.
+            logits = self._block_logits(hidden_states, first, end + (self.num_successors > 0))
+            part, logits = self._choose(prefix, logits, end - first)
+            part = self._cut(prefix, part, logits)
+            prefix = torch.cat([prefix, part.to(prefix.device)], dim=1)
+            self._record("drafter", "head", self.round, started, time.perf_counter())
+            if end == num_tokens or part.shape[1] < end - first or int(part[0, -1]) in self.eos_token_ids:
+                break
+            parts.append(logits[: end - first])
+            first = end
+        return prefix[:, input_ids.shape[1] :], torch.cat([*parts, logits]) if parts else logits
+
+    def _block_logits(self, hidden_states: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Logits `(end - first, vocab_size)`, float32, of a block's rows from `first` to before `end`."""
+        return self.drafter.logits(hidden_states[first:end]).float()
 
     def _choose(
         self, input_ids: torch.LongTensor, logits: torch.Tensor, num_tokens: int

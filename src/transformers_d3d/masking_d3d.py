@@ -19,7 +19,7 @@ class Rows:
         position (`torch.LongTensor`): Position of the row's token in its own sequence.
         block (`torch.LongTensor`): Index of the row's block, or `TRUNK`.
         start (`torch.LongTensor`): The row sees trunk rows at positions below this one.
-        is_mask (`torch.BoolTensor`): Whether the row's token is the mask token.
+        is_mask (`torch.BoolTensor`): Whether the row is a mask row of a block, its token revealed or not.
         sequence (`torch.LongTensor`): Index of the row's sequence, where several are packed together.
     """
 
@@ -61,7 +61,8 @@ def mask_rows(
     """The mask rows of blocks whose anchors are trunk rows, block after block.
 
     The mask row at offset i (0 to `block_size - 2`) of the block anchored at position p stands at p + 1 + i and
-    predicts the token at p + 2 + i.
+    predicts the token at p + 2 + i. With several denoising steps a block's first mask rows are revealed: they hold the
+    tokens at their own positions instead of the mask token, and see and are seen as before.
 
     Args:
         anchors (`torch.LongTensor` of shape `(num_blocks,)`): Positions of the anchors.

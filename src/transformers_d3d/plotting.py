@@ -10,6 +10,7 @@ COLOURS = {
     "wait": "#e8e8e8",
     "packed": "#6aaa64",
     "block": "#d9822b",
+    "denoise": "#c9587a",
     "head": "#8c6bb1",
 }
 MEANINGS = {
@@ -18,6 +19,7 @@ MEANINGS = {
     "wait": "waits for a draft",
     "packed": "packed pass: successors",
     "block": "block pass: nothing was ready",
+    "denoise": "later denoising step",
     "head": "head",
 }
 

@@ -15,7 +15,7 @@ class TraceEvent(NamedTuple):
         name (`str`):
             Of the target: `prefill`, `verify`, or `wait` (idle, until it gets a draft). Of the drafter: `prefill`,
             `packed` (successors of the draft that is being verified), `block` (a draft that nothing was prepared for),
-            `head` (from hidden states to a draft).
+            `denoise` (a draft's later denoising step), `head` (from hidden states to a draft, or to a part of it).
         round (`int`): 0 for the prefill, then counted from 1. A packed pass belongs to the round that it runs beside.
         start, end (`float`): Seconds.
     """
@@ -104,7 +104,7 @@ class DraftReport:
     @property
     def drafting_s(self) -> float:
         """Seconds in which the drafter worked, its prefill not included."""
-        return self._seconds("drafter", "packed", "block", "head")
+        return self._seconds("drafter", "packed", "block", "denoise", "head")
 
     @property
     def drafter_prefill_s(self) -> float:
@@ -177,7 +177,15 @@ class DraftReport:
             return f"no events in rounds {first_round} to {first_round + num_rounds - 1}"
         start, end = min(event.start for event in events), max(event.end for event in events)
         scale = width / max(end - start, 1e-9)
-        letters = {"prefill": "P", "verify": "V", "wait": ".", "packed": "=", "block": "B", "head": "h"}
+        letters = {
+            "prefill": "P",
+            "verify": "V",
+            "wait": ".",
+            "packed": "=",
+            "block": "B",
+            "denoise": "D",
+            "head": "h",
+        }
         lanes = {"target": [" "] * width, "drafter": [" "] * width}
         for event in events:
             left = min(int((event.start - start) * scale), width - 1)
@@ -186,7 +194,7 @@ class DraftReport:
         rows = [f"{name:8}|{''.join(lane)}|" for name, lane in lanes.items()]
         legend = (
             f"{'':9}{end - start:.2f} s, rounds {first_round} to {events[-1].round}; P prefill, V verify, . wait, "
-            "= packed, B block, h head"
+            "= packed, B block, D denoise, h head"
         )
         return "\n".join([*rows, legend])
 
