@@ -103,11 +103,20 @@ class BlockCollator:
             offsets are trained less often and a step costs less: exponential position weights by sampling (like the
             conditional drop of PARD, arXiv 2504.18583). Needs `block_attention="causal"`.
         offset_keep_floor (`float`, *optional*, defaults to 0.15): Lower bound of that probability.
+        reveal_rate (`float`, *optional*, defaults to 0.0):
+            Probability that a block is trained for a later denoising step: its first mask rows are revealed, as many as
+            drawn, but never all.
     """
 
     def __init__(
-        self, block_size: int, num_anchors: int, offset_keep_rate: float = 1.0, offset_keep_floor: float = 0.15
+        self,
+        block_size: int,
+        num_anchors: int,
+        offset_keep_rate: float = 1.0,
+        offset_keep_floor: float = 0.15,
+        reveal_rate: float = 0.0,
     ):
+        self.reveal_rate = reveal_rate
         self.num_anchors = num_anchors
         self.offset = torch.arange(block_size - 1)
         self.keep = (offset_keep_rate ** self.offset.double()).clamp(min=offset_keep_floor)
@@ -148,9 +157,10 @@ class BlockCollator:
             batch (`dict`): As [`~BlockCollator.pack`] makes it, on any device.
 
         Returns:
-            `dict` with for each block its anchor's position `anchors` and `anchor_sequences`, `(num_blocks,)`, and
-            `block_labels` `(num_blocks, block_size - 1)`: the token that each mask row predicts, -100 for rows that are
-            left out.
+            `dict` with for each block its anchor's position `anchors` and `anchor_sequences`, `(num_blocks,)`, and of
+            shape `(num_blocks, block_size - 1)` `block_labels`, the token that each mask row predicts, -100 for rows that
+            are left out, and `revealed`, the token that it holds in place of the mask token, -100 where it holds that.
+            Revealed rows but the last have no label: a bidirectional block shows it to them.
         """
         labels, sequences = batch["labels"], batch["sequences"]
         # An anchor's own next token and the one behind it, which its first mask row predicts, are the response's.
@@ -165,8 +175,20 @@ class BlockCollator:
         # One draw for each block, so that what it keeps is always a beginning.
         kept = torch.rand(len(anchors), 1, dtype=torch.double, device=anchors.device) < self.keep.to(anchors.device)
         kept = kept & (rows == inside) & (sequences[inside] == sequences[anchors][:, None])
+        shown = self._draw_shown(kept)
+        # All but the last of the revealed rows stand before another one, which holds the answer.
+        hidden = torch.cat([shown[:, 1:], torch.zeros_like(shown[:, :1])], dim=1)
         return {
             "anchors": batch["positions"][anchors],
             "anchor_sequences": sequences[anchors],
-            "block_labels": torch.where(kept, labels[inside], IGNORE),
+            "block_labels": torch.where(kept & ~hidden, labels[inside], IGNORE),
+            "revealed": torch.where(shown, batch["input_ids"][0, inside], IGNORE),
         }
+
+    def _draw_shown(self, kept: torch.Tensor) -> torch.Tensor:
+        """Which mask rows to reveal, of the shape of `kept`: in each block drawn, from 1 to all but one of those kept."""
+        if self.reveal_rate == 0:
+            return torch.zeros_like(kept)
+        drawn, share = torch.rand(2, len(kept), dtype=torch.double, device=kept.device)
+        num_shown = ((1 - share) * (kept.sum(dim=1) - 1)).ceil() * (drawn < self.reveal_rate)
+        return self.offset.to(kept.device) < num_shown[:, None]

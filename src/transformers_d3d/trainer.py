@@ -36,17 +36,18 @@ def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainin
     """
     config = drafter.config
     labels, anchors, sequences = batch["block_labels"], batch["anchors"], batch["anchor_sequences"]
-    kept = labels != IGNORE
+    revealed, kept = batch["revealed"], labels != IGNORE
     # In drafting every block is whole, and in a bidirectional one each row sees those behind it.
-    present = kept if config.block_attention == "causal" else torch.ones_like(kept)
+    present = kept | (revealed != IGNORE) if config.block_attention == "causal" else torch.ones_like(kept)
     clean = trunk_rows(batch["positions"], batch["sequences"])
     if not present.any():
         # The backbone takes no call without rows, and of processes that train together each must run one.
         anchors, sequences = clean.position[:1], clean.sequence[:1]
         present = torch.ones(1, config.block_size - 1, dtype=torch.bool, device=kept.device)
-        labels, kept = torch.full_like(present, IGNORE, dtype=torch.long), ~present
+        labels = revealed = torch.full_like(present, IGNORE, dtype=torch.long)
+        kept = ~present
     masked = mask_rows(anchors, config.block_size, sequences, present)
-    mask_ids = torch.full((1, len(masked)), config.mask_token_id, device=batch["input_ids"].device)
+    mask_ids = torch.where(revealed == IGNORE, config.mask_token_id, revealed)[present].unsqueeze(0)
     offsets = masked.position - masked.start
     separate = config.mask_adapter_rank > 0
     if separate:
@@ -92,7 +93,9 @@ class D3DTrainer(Trainer):
             adapter = model.adapter_state_dict()
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in adapter)
-        self.collator = BlockCollator(config.block_size, args.num_anchors, args.offset_keep_rate)
+        self.collator = BlockCollator(
+            config.block_size, args.num_anchors, args.offset_keep_rate, reveal_rate=args.reveal_rate
+        )
         kwargs.setdefault("data_collator", self.collator.pack)
         super().__init__(model=model, args=args, **kwargs)
         self.model_accepts_loss_kwargs = False

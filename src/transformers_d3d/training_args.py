@@ -38,6 +38,10 @@ class D3DTrainingArguments(TrainingArguments):
         default=1.0,
         metadata={"help": "Below 1, keep mask rows up to offset j with probability rate**(j-1): cheaper steps."},
     )
+    reveal_rate: float = field(
+        default=0.0,
+        metadata={"help": "Share of the blocks that are trained for a later denoising step, with a part revealed."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,6 +53,11 @@ class D3DTrainingArguments(TrainingArguments):
             )
         if not 0 < self.offset_keep_rate <= 1:
             raise ValueError(f"`offset_keep_rate` is {self.offset_keep_rate}; it must be above 0 and at most 1.")
+        if not 0 <= self.reveal_rate < 1:
+            raise ValueError(
+                f"`reveal_rate` is {self.reveal_rate}; it must be at least 0 and below 1, since the first denoising step "
+                "needs blocks of mask tokens only."
+            )
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"`dpace_alpha` is {self.dpace_alpha}; it must be between 0 and 1.")
         if self.loss_gamma <= 0 or self.autoregressive_weight < 0:
