@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Subset
 
 from transformers_d3d.acceptance import Acceptance, count_accepted, draft_all_anchors, simulate_acceptance, walk_rounds
-from transformers_d3d.masking_d3d import mask_rows
+from transformers_d3d.masking_d3d import mask_rows, trunk_rows
 
 IDS = torch.randint(3, 60, (16,), generator=torch.Generator().manual_seed(3))
 
@@ -89,24 +89,35 @@ def test_means_and_histograms_come_from_the_rounds():
 
 
 @torch.no_grad()
-def draft_alone(drafter, ids, anchor):
-    """The draft after a cold prefill of only what comes before the block."""
-    cache = drafter.new_cache()
-    clean = drafter(ids[: anchor + 1].unsqueeze(0), cache=cache).last_hidden_state[:, -1:]
-    rows = mask_rows(torch.tensor([anchor]), drafter.config.block_size)
-    masks = torch.full((1, len(rows)), drafter.config.mask_token_id)
-    hidden = drafter(masks, rows, cache=cache, mask_offsets=rows.position - rows.start).last_hidden_state
-    return drafter.logits(torch.cat([clean, hidden[:, :-1]], dim=1)).argmax(-1)[0]
+def draft_alone(drafter, ids, anchor, parts=None):
+    """The draft without a cache, a pass for each part of it over only the tokens before the block and its earlier parts."""
+    num_drafts = drafter.config.block_size - 1
+    masked = mask_rows(torch.tensor([anchor]), drafter.config.block_size)
+    draft = ids[:0]
+    for size in parts or [num_drafts]:
+        masks = torch.full((num_drafts - len(draft),), drafter.config.mask_token_id)
+        hidden = drafter(
+            torch.cat([ids[: anchor + 1], draft, masks]).unsqueeze(0),
+            trunk_rows(torch.arange(anchor + 1)) + masked,
+            mask_offsets=torch.arange(num_drafts),
+        ).last_hidden_state[0, anchor:]
+        draft = torch.cat([draft, drafter.logits(hidden[len(draft) :][:size]).argmax(-1)])
+    return draft
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 @pytest.mark.parametrize("rank", [0, 2], ids=["plain", "adapters"])
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
 def test_all_anchors_equal_each_alone(targets, make_perturbed, name, rank, block_attention):
-    drafter = make_perturbed(targets[name], rank, block_attention=block_attention)
-    together = draft_all_anchors(drafter, IDS, first_anchor=4)
-    alone = torch.stack([draft_alone(drafter, IDS, anchor) for anchor in range(4, len(IDS) - 1)])
-    assert torch.equal(together, alone)
+    drafter = make_perturbed(targets[name], rank, block_size=6, block_attention=block_attention)
+    seen = set()
+    for num_steps, parts in {1: [5], 2: [2, 3], 3: [1, 2, 2], 5: [1, 1, 1, 1, 1]}.items():
+        drafter.config.num_denoising_steps = num_steps
+        together = draft_all_anchors(drafter, IDS, first_anchor=4)
+        alone = torch.stack([draft_alone(drafter, IDS, anchor, parts) for anchor in range(4, len(IDS) - 1)])
+        assert torch.equal(together, alone)
+        seen.add(str(together))
+    assert len(seen) > 2
 
 
 @pytest.mark.parametrize("rows_per_pass", [1, 3, 4, 7, 1000])

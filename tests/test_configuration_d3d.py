@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, T5Config
 
 from transformers_d3d import D3DDrafterConfig, choose_mask_token
-from transformers_d3d.configuration_d3d import check_backbone
+from transformers_d3d.configuration_d3d import check_backbone, denoising_parts
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
 RECURRENT = [
@@ -52,6 +52,7 @@ SETTINGS = {
     "num_successors": 5,
     "outcome_selection": "fan_out",
     "overlap_threads": 2,
+    "num_denoising_steps": 3,
 }
 BACKBONES = {
     "llama": backbone(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}, eos_token_id=[2, 3]),
@@ -127,12 +128,26 @@ def test_saved_file_holds_nothing_of_this_machine(tmp_path, text_config):
         pytest.param({"outcome_selection": "best"}, "outcome_selection.*fan_out", id="outcome-selection"),
         pytest.param({"num_successors": -1}, "`num_successors` is -1", id="negative-successors"),
         pytest.param({"overlap_threads": 0}, "`overlap_threads` is 0", id="no-threads"),
+        pytest.param({"num_denoising_steps": 0}, "`num_denoising_steps` is 0; .*between 1 and", id="no-steps"),
+        pytest.param({"num_denoising_steps": 8}, "`num_denoising_steps` is 8; .*here 7", id="too-many-steps"),
         pytest.param({"text_config": T5Config()}, "`t5` is an encoder-decoder model.*Llama", id="encoder-decoder"),
     ],
 )
 def test_refused(settings, message):
     with pytest.raises(StrictDataclassError, match=f"(?s){message}"):
         config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "parts"),
+    [
+        (2, [[1]]),
+        (4, [[3], [1, 3], [1, 2, 3]]),
+        (8, [[7], [3, 7], [2, 4, 7], [1, 3, 5, 7], [1, 2, 4, 5, 7], [1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+def test_denoising_parts_by_hand(block_size, parts):
+    assert [denoising_parts(block_size, steps) for steps in range(1, block_size)] == parts
 
 
 @pytest.mark.parametrize("name", RECURRENT)

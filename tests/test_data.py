@@ -197,11 +197,40 @@ def test_the_keep_rate_drops_tails_only_and_as_often_as_it_says():
     assert (whole["block_labels"] != IGNORE)[:-block_size].all()
 
 
+@pytest.mark.parametrize("block_size", [2, 3, 6])
+@pytest.mark.parametrize("keep_rate", [1.0, 0.6])
+@pytest.mark.parametrize("reveal_rate", [0.0, 0.3, 0.999])
+def test_revealed_rows_by_index(block_size, keep_rate, reveal_rate):
+    """Each block holds true tokens up to one of its rows but the last; from the last of them on, rows have labels."""
+    torch.manual_seed(0)
+    batch = BlockCollator(block_size, 1000, keep_rate, reveal_rate=reveal_rate)(examples(*LENGTHS, (1, 3000)))
+    counts, num_long = [0] * block_size, 0
+    names = ("anchors", "anchor_sequences", "revealed", "block_labels")
+    for anchor, sequence, revealed, labels in zip(*(batch[name].tolist() for name in names), strict=True):
+        true = [100 * sequence + anchor + 1 + offset for offset in range(block_size)]
+        num_revealed = sum(token != IGNORE for token in revealed)
+        assert revealed == true[:num_revealed] + [IGNORE] * (block_size - 1 - num_revealed)
+        first = max(num_revealed - 1, 0)
+        num_labels = sum(label != IGNORE for label in labels)
+        assert labels == [IGNORE] * first + true[first + 1 :][:num_labels] + [IGNORE] * (
+            block_size - 1 - first - num_labels
+        )
+        assert num_labels >= (2 if num_revealed else 1)
+        if sequence == len(LENGTHS) and anchor < 3000 - block_size and keep_rate == 1:
+            counts[num_revealed] += 1
+            num_long += 1
+    if num_long:
+        rate = reveal_rate if block_size > 2 else 0
+        each = [rate / max(block_size - 2, 1)] * (block_size - 2) + [0]
+        assert [count / num_long for count in counts] == pytest.approx([1 - rate, *each], abs=0.05)
+
+
 @pytest.mark.parametrize("lengths", [[(3, 1)], [(3, 1), (1, 1)]], ids=["one", "two"])
-def test_responses_too_short_for_a_block(lengths):
-    batch = BlockCollator(4, 8)(examples(*lengths))
+@pytest.mark.parametrize("reveal_rate", [0.0, 0.9])
+def test_responses_too_short_for_a_block(lengths, reveal_rate):
+    batch = BlockCollator(4, 8, reveal_rate=reveal_rate)(examples(*lengths))
     assert batch["anchors"].shape == batch["anchor_sequences"].shape == (0,)
-    assert batch["block_labels"].shape == (0, 3)
+    assert batch["block_labels"].shape == batch["revealed"].shape == (0, 3)
     assert (batch["labels"] != IGNORE).sum() == len(lengths)
 
 

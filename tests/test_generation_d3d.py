@@ -46,6 +46,7 @@ from transformers import (
 
 from transformers_d3d import D3DCandidateGenerator, D3DDrafterModel, generation_d3d, install_seam, remove_seam
 from transformers_d3d.acceptance import simulate_acceptance
+from transformers_d3d.masking_d3d import mask_rows, trunk_rows
 from transformers_d3d.overlap_d3d import Done
 
 BLOCK = 5
@@ -154,13 +155,14 @@ def test_greedy_output_is_the_targets_own(targets, name, kind):
 
 
 @with_and_without_overlap
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
 @pytest.mark.parametrize("name", BACKBONES)
 @pytest.mark.parametrize("rank", [0, 4], ids=["plain", "adapters"])
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
-def test_real_acceptance_equals_the_simulated(targets, make_perturbed, name, rank, block_attention):
+def test_real_acceptance_equals_the_simulated(targets, make_perturbed, name, rank, block_attention, num_steps):
     target = targets[name]
     drafter = make_perturbed(target, rank, block_size=BLOCK, block_attention=block_attention)
-    set_drafting(drafter, **DRAFTING)
+    set_drafting(drafter, num_denoising_steps=num_steps, **DRAFTING)
     output = greedy(target, drafter=drafter, max_new_tokens=40)
     example = {"prompt_ids": PROMPT[0].tolist(), "response_ids": output[0, PROMPT.shape[1] :].tolist()}
     assert list(simulate_acceptance(drafter, [example]).rounds) == drafter.report.accepted
@@ -447,6 +449,9 @@ def small_vocabulary_target():
 
 SAMPLING = [
     ({"top_k": 3}, False),
+    ({"top_k": 3, "num_denoising_steps": 3}, False),
+    pytest.param({"num_denoising_steps": 2}, False, marks=pytest.mark.slow),
+    pytest.param({"num_denoising_steps": 3, "assistant_confidence_threshold": 0.35}, False, marks=pytest.mark.slow),
     pytest.param({}, False, marks=pytest.mark.slow),
     pytest.param({"temperature": 0.5}, False, marks=pytest.mark.slow),
     pytest.param({"temperature": 2.0}, False, marks=pytest.mark.slow),
@@ -467,6 +472,7 @@ def test_sampling_has_the_targets_distribution(small_vocabulary_target, make_per
     drafter = set_drafting(make_perturbed(target, 4, block_size=4, mask_token_id=7), **DRAFTING)
     prompt = torch.tensor([[1, 4]])
     settings = {"do_sample": True, "max_new_tokens": 4, "top_k": 0} | settings
+    set_drafting(drafter, num_denoising_steps=settings.pop("num_denoising_steps", 1))
     extra = {"stopping_criteria": StoppingCriteriaList([Stops(lambda ids: ids[-2] == 5)])} if criteria else {}
     torch.manual_seed(0)
     counts, accepted, num_draws = torch.zeros(8, 8), 0, 800
@@ -548,12 +554,13 @@ class Delays:
             handle.remove()
 
 
+@pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_overlap_and_timing_change_nothing(targets, make_perturbed, name, do_sample):
+def test_overlap_and_timing_change_nothing(targets, make_perturbed, name, do_sample, num_steps):
     """Tokens, drafts and their fate depend on no back end, no number of successors and no delay."""
     target, results = targets[name], []
-    drafter = make_perturbed(target, 4, block_size=BLOCK)
+    drafter = set_drafting(make_perturbed(target, 4, block_size=BLOCK), num_denoising_steps=num_steps)
     for settings in SETTINGS:
         for delayed in (None, "drafter", "target") if settings["overlap"] == "thread" else (None,):
             set_drafting(drafter, **{"num_successors": None, "outcome_selection": "likeliest"} | settings)
@@ -635,6 +642,108 @@ def test_a_hit_takes_no_pass_and_a_miss_one(llama, truth):
     report = drafter.report
     assert report.hits == 0 and report.misses == len(report.outcomes) == 4
     assert passes(drafter) == ["prefill", "block"] + ["packed", "block"] * 4 + ["packed"]
+
+
+# Denoising steps
+
+
+# Draft tokens that are settled when each token of a draft is predicted.
+SETTLED = {1: [0, 0, 0, 0], 2: [0, 0, 2, 2], 3: [0, 1, 2, 2], 4: [0, 1, 2, 3]}
+
+
+@with_and_without_overlap
+@each_drafter()
+@pytest.mark.parametrize("num_steps", [2, 3, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_greedy_output_with_denoising_steps(targets, name, kind, num_steps):
+    target = targets[name]
+    drafter = set_drafting(make_drafter(target, kind), num_denoising_steps=num_steps)
+    one_step = make_drafter(target, kind)
+    for settings in ({}, {"num_assistant_tokens": 3}, {"assistant_confidence_threshold": 0.1}):
+        plain = greedy(target, max_new_tokens=23)
+        assert torch.equal(greedy(target, drafter=drafter, max_new_tokens=23, **settings), plain)
+        if kind not in (None, "random"):  # a script doesn't depend on the steps
+            greedy(target, drafter=one_step, max_new_tokens=23, **settings)
+            assert drafter.report.accepted == one_step.report.accepted
+            assert drafter.report.proposed == one_step.report.proposed
+
+
+class Proposals:
+    """Records what a candidate generator proposes: the tokens before, the draft and its logits."""
+
+    def __init__(self, monkeypatch):
+        self.seen, original = [], D3DCandidateGenerator.get_candidates
+
+        def spy(generator, input_ids, **kwargs):
+            candidates, logits = original(generator, input_ids, **kwargs)
+            if logits is not None:
+                self.seen.append((input_ids[0], candidates[0, input_ids.shape[1] :], logits[0]))
+            return candidates, logits
+
+        monkeypatch.setattr(D3DCandidateGenerator, "get_candidates", spy)
+
+
+@torch.no_grad()
+def naive_logits(drafter, ids, draft, num_steps):
+    """The logits of each draft token by a pass of its own, without a cache, that holds the tokens settled by then."""
+    rows = trunk_rows(torch.arange(len(ids))) + mask_rows(torch.tensor([len(ids) - 1]), BLOCK)
+    logits = []
+    for offset, num_settled in enumerate(SETTLED[num_steps][: len(draft)]):
+        masks = torch.full((NUM_DRAFTS - num_settled,), drafter.config.mask_token_id)
+        block = torch.cat([ids, draft[:num_settled], masks]).unsqueeze(0)
+        hidden = drafter(block, rows, mask_offsets=torch.arange(NUM_DRAFTS)).last_hidden_state[0]
+        logits.append(drafter.logits(hidden[len(ids) - 1 + offset]))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("num_successors", [0, 400], ids=["misses", "hits"])
+@pytest.mark.parametrize("num_steps", SETTLED)
+@pytest.mark.parametrize("rank", [0, 4], ids=["plain", "adapters"])
+@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_each_step_equals_its_naive_twin(
+    targets, make_perturbed, monkeypatch, name, rank, block_attention, num_steps, num_successors
+):
+    drafter = make_perturbed(targets[name], rank, block_size=BLOCK, block_attention=block_attention)
+    set_drafting(drafter, overlap="thread", num_denoising_steps=num_steps, num_successors=num_successors)
+    proposals = Proposals(monkeypatch)
+    torch.manual_seed(0)
+    settings = {"do_sample": True, "top_k": 0, "temperature": 0.3, "max_new_tokens": 16}
+    targets[name].generate(PROMPT, assistant_model=drafter, **settings)
+    assert drafter.report.misses == 0 and (drafter.report.hits > 0) == (num_successors > 0)
+    assert NUM_DRAFTS in {len(draft) for _, draft, _ in proposals.seen}
+    for ids, draft, logits in proposals.seen:
+        expected = naive_logits(drafter, ids, draft, num_steps) / 0.3
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_later_steps_run_for_the_block_that_came_true_only(llama, truth):
+    def names(**settings):
+        greedy(llama, drafter=drafter, **settings)
+        return passes(drafter)
+
+    drafter = make_drafter(llama, "oracle", truth)
+    set_drafting(drafter, overlap="thread", num_successors=1, num_denoising_steps=2)
+    # Two hits with both steps each; then one token is drafted, which the first step settles, and the last is the target's.
+    assert names(max_new_tokens=19) == ["prefill", "block"] + ["denoise", "packed"] * 3 + ["packed"]
+    assert drafter.report.misses == 0
+    assert "D" in drafter.report.timeline() and drafter.report.drafting_s > 0
+    # Nothing is predicted behind a draft that ends: by its length, an end of sequence, a stop, or a doubt.
+    assert names(max_new_tokens=4) == ["prefill", "block", "packed"]
+    assert names(max_new_tokens=9, num_assistant_tokens=2)[:3] == ["prefill", "block", "packed"]
+    for offset, expected in ((1, 0), (2, 0), (3, 1)):
+        eos = int(truth[PROMPT.shape[1] + offset])
+        assert names(max_new_tokens=20, eos_token_id=eos, pad_token_id=0).count("denoise") == expected
+        stop = StoppingCriteriaList([Stops(lambda ids, eos=eos: ids[-1] == eos)])
+        assert names(max_new_tokens=20, stopping_criteria=stop).count("denoise") == expected
+    assert "denoise" not in names(assistant_confidence_threshold=1.1)
+
+
+@pytest.mark.parametrize("number", [0, NUM_DRAFTS + 1])
+def test_an_impossible_number_of_steps_is_refused(llama, number):
+    drafter = set_drafting(make_drafter(llama), num_denoising_steps=number)
+    with pytest.raises(ValueError, match=f"`num_denoising_steps` is {number}; it must be between 1 and .* here 4"):
+        greedy(llama, drafter=drafter)
 
 
 def test_no_pass_is_started_that_nobody_can_use(llama, truth):

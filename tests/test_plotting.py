@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from transformers_d3d.plotting import chrome_trace, plot_trace
+from transformers_d3d.plotting import COLOURS, MEANINGS, chrome_trace, plot_trace
 from transformers_d3d.report_d3d import DraftReport, TraceEvent
 
 EVENTS = [
     TraceEvent("target", "prefill", 0, 0.0, 1.0),
     TraceEvent("drafter", "prefill", 0, 0.0, 1.5),
     TraceEvent("target", "wait", 1, 1.0, 2.0),
+    TraceEvent("drafter", "denoise", 1, 1.5, 2.0),
     TraceEvent("drafter", "packed", 1, 2.0, 4.0),
     TraceEvent("target", "verify", 1, 2.0, 3.0),
 ]
@@ -25,6 +26,10 @@ def test_a_picture_of_two_lanes(tmp_path):
     with pytest.raises(ValueError, match="rounds 5 to 6.*rounds 0 to 1"):
         plot_trace(report, tmp_path / "none.png", first_round=5, num_rounds=2)
     assert not (tmp_path / "none.png").exists()
+
+
+def test_every_colour_has_a_meaning():
+    assert COLOURS.keys() == MEANINGS.keys() >= {event.name for event in EVENTS}
 
 
 def test_a_chrome_trace_has_every_event():

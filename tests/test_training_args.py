@@ -23,6 +23,8 @@ def test_changed_defaults(tmp_path):
         ("loss_weighting", "linear"),
         ("offset_keep_rate", 0.0),
         ("offset_keep_rate", 1.1),
+        ("reveal_rate", -0.1),
+        ("reveal_rate", 1.0),
         ("dpace_alpha", -0.1),
         ("dpace_alpha", 1.1),
         ("loss_gamma", 0.0),

@@ -104,8 +104,8 @@ class BlockCollator:
             conditional drop of PARD, arXiv 2504.18583). Needs `block_attention="causal"`.
         offset_keep_floor (`float`, *optional*, defaults to 0.15): Lower bound of that probability.
         reveal_rate (`float`, *optional*, defaults to 0.0):
-            Probability that a block is trained for a later denoising step: its first mask rows are revealed, as many as
-            drawn, but never all.
+            Probability that a block is trained for a later denoising step: its first mask rows are revealed, a number
+            drawn evenly from one to all but one of those with a token to predict.
     """
 
     def __init__(
@@ -175,18 +175,19 @@ class BlockCollator:
         # One draw for each block, so that what it keeps is always a beginning.
         kept = torch.rand(len(anchors), 1, dtype=torch.double, device=anchors.device) < self.keep.to(anchors.device)
         kept = kept & (rows == inside) & (sequences[inside] == sequences[anchors][:, None])
-        shown = self._draw_shown(kept)
+        block_labels = torch.where(kept, labels[inside], IGNORE)
+        shown = self._draw_shown(block_labels != IGNORE)
         # All but the last of the revealed rows stand before another one, which holds the answer.
         hidden = torch.cat([shown[:, 1:], torch.zeros_like(shown[:, :1])], dim=1)
         return {
             "anchors": batch["positions"][anchors],
             "anchor_sequences": sequences[anchors],
-            "block_labels": torch.where(kept & ~hidden, labels[inside], IGNORE),
+            "block_labels": block_labels.masked_fill(hidden, IGNORE),
             "revealed": torch.where(shown, batch["input_ids"][0, inside], IGNORE),
         }
 
     def _draw_shown(self, kept: torch.Tensor) -> torch.Tensor:
-        """Which mask rows to reveal, of the shape of `kept`: in each block drawn, from 1 to all but one of those kept."""
+        """Which mask rows to reveal, of the shape of `kept`: in each block drawn, the first 1 to all but one of those."""
         if self.reveal_rate == 0:
             return torch.zeros_like(kept)
         drawn, share = torch.rand(2, len(kept), dtype=torch.double, device=kept.device)
