@@ -114,6 +114,69 @@ def test_training_and_drafting_see_the_same(targets, make_perturbed, tmp_path, n
         assert next(clean, None) is None
 
 
+def block_logits(drafter, batch, args):
+    """Logits of the labelled mask rows of a batch, in training."""
+    spy = Spy(drafter)
+    with torch.no_grad():
+        training_loss(drafter, drafter, batch, args)
+    drafter.logits = spy.head
+    return spy.seen[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+@with_and_without_adapters
+@both_attentions
+def test_revealed_blocks_see_what_later_denoising_steps_do(
+    targets, make_perturbed, tmp_path, name, rank, block_attention
+):
+    drafter = make_perturbed(targets[name], rank, block_size=6, block_attention=block_attention)
+    torch.manual_seed(2)
+    examples = random_examples(3)
+    batch = BlockCollator(6, 6, 0.8 if block_attention == "causal" else 1.0, reveal_rate=0.8)(examples)
+    trained = iter(block_logits(drafter, batch, arguments(tmp_path)))
+    counts = set()
+    names = ("anchors", "anchor_sequences", "revealed", "block_labels")
+    for anchor, sequence, revealed, labels in zip(*(batch[name] for name in names), strict=True):
+        ids = torch.tensor([*examples[sequence]["prompt_ids"], *examples[sequence]["response_ids"]])
+        sampling = GenerationConfig(max_length=1000, do_sample=True)
+        generator = drafter.get_candidate_generator(generation_config=sampling, input_ids=ids[None, :anchor])
+        generator.get_candidates(ids[None, :anchor])
+        generator.get_candidates(ids[None, : anchor + 1])
+        revealed = revealed[revealed != IGNORE]
+        with torch.no_grad():
+            drafted = drafter.logits(generator._revise(revealed))
+        for row in (labels != IGNORE).nonzero()[:, 0].tolist():
+            torch.testing.assert_close(next(trained), drafted[row], atol=1e-5, rtol=1e-5)
+        counts.add(len(revealed))
+    assert next(trained, None) is None
+    assert counts >= {0, 1, 2}
+
+
+@with_and_without_adapters
+@both_attentions
+def test_no_supervised_row_of_a_revealed_block_sees_its_answer(
+    targets, make_perturbed, tmp_path, rank, block_attention
+):
+    drafter, args = make_perturbed(targets["llama"], rank, block_attention=block_attention), arguments(tmp_path)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        batch = BlockCollator(BLOCK, 1, reveal_rate=0.9)(random_examples(1))
+        logits = block_logits(drafter, batch, args)
+        shown = (batch["revealed"][0] != IGNORE).nonzero()[:, 0]
+        last_seen = int(batch["anchors"][0]) + len(shown)
+        ids = batch["input_ids"].clone()
+        ids[0, last_seen + 1 :] = (ids[0, last_seen + 1 :] + 1) % 60
+        # The anchor's own row predicts the token behind it, so mask rows begin with the next.
+        first = max(last_seen, int(batch["anchors"][0]) + 1) + 1
+        answers = batch["block_labels"][0][batch["block_labels"][0] != IGNORE]
+        assert torch.equal(answers, batch["input_ids"][0, first : first + len(answers)])
+        assert torch.equal(block_logits(drafter, batch | {"input_ids": ids}, args), logits)
+        if len(shown):  # and it does see the rest
+            other = batch["revealed"].clone()
+            other[0, 0] = (other[0, 0] + 1) % 60
+            assert not torch.equal(block_logits(drafter, batch | {"revealed": other}, args)[0], logits[0])
+
+
 @with_and_without_adapters
 def test_packing_several_sequences_changes_no_prediction(targets, make_perturbed, tmp_path, rank):
     drafter, examples = make_perturbed(targets["gemma3"], rank), random_examples(3)
@@ -149,14 +212,15 @@ def test_gradients_reach_what_is_trained(targets, make_perturbed, tmp_path, rank
 
 
 def nothing_supervised(kind):
-    batch = BlockCollator(BLOCK, 4)(random_examples(2, response=10 if kind == "all-ignored" else 1))
+    collator = BlockCollator(BLOCK, 4, reveal_rate=0.9 if kind == "revealed" else 0.0)
+    batch = collator(random_examples(2, response=1 if kind == "no-anchor-fits" else 10))
     batch["labels"].fill_(IGNORE)
     batch["block_labels"].fill_(IGNORE)
     return batch
 
 
 @with_and_without_adapters
-@pytest.mark.parametrize("kind", ["all-ignored", "no-anchor-fits"])
+@pytest.mark.parametrize("kind", ["all-ignored", "revealed", "no-anchor-fits"])
 def test_nothing_to_supervise_gives_zero_and_zero_gradients(targets, make_perturbed, tmp_path, rank, kind):
     drafter = make_perturbed(targets["llama"], rank)
     loss = training_loss(drafter, drafter, nothing_supervised(kind), arguments(tmp_path))
@@ -166,7 +230,7 @@ def test_nothing_to_supervise_gives_zero_and_zero_gradients(targets, make_pertur
 
 
 @with_and_without_adapters
-@pytest.mark.parametrize("kind", ["all-ignored", "no-anchor-fits"])
+@pytest.mark.parametrize("kind", ["all-ignored", "revealed", "no-anchor-fits"])
 def test_steps_with_nothing_to_supervise_change_no_weight(targets, tmp_path, rank, kind):
     drafter = fresh(targets["llama"], rank)
     before = weights(drafter)
