@@ -94,6 +94,9 @@ class D3DTrainer(Trainer):
             adapter = model.adapter_state_dict()
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in adapter)
+        if args.ddp_find_unused_parameters is None:
+            # Each step uses all, and a search from the forward's output misses the head, which is called beside it.
+            args.ddp_find_unused_parameters = False
         self.collator = BlockCollator(config.block_size, args.num_anchors, args.offset_keep_rate)
         kwargs.setdefault("data_collator", self.collator.pack)
         super().__init__(model=model, args=args, **kwargs)
@@ -203,7 +206,7 @@ class DrafterArguments:
     )
 
 
-def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
+def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | None:
     """Builds a drafter from a target, trains it, and saves it with a record of the training.
 
     A run that was stopped goes on from its last checkpoint in `args.output_dir` when started again with
@@ -214,7 +217,7 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
         args (`D3DTrainingArguments`): The training settings.
 
     Returns:
-        `str`: A summary for people.
+        `str`: A summary for people, in the main process only.
     """
     if args.bf16 and args.use_cpu and not cpu_has_bfloat16():
         logger.warning("This CPU has no bfloat16 instructions: training with --bf16 is slower than without.")
@@ -265,8 +268,9 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
         "final": metrics,
         "history": trainer.state.log_history,
     }
-    if trainer.is_world_process_zero():
-        write_json(Path(args.output_dir) / "training.json", record)
+    if not trainer.is_world_process_zero():
+        return None
+    write_json(Path(args.output_dir) / "training.json", record)
     length = metrics.get("eval_acceptance_length")
     return (
         f"Drafter saved in {args.output_dir} after {record['steps']} steps"
