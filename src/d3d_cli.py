@@ -47,3 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     if result is not None:
         print(result)
     return 0
+
+
+if __name__ == "__main__":  # `torchrun -m d3d_cli`, for several processes
+    raise SystemExit(main())

@@ -43,3 +43,13 @@ def test_measure_overlap(pair, tmp_path, monkeypatch, capsys):
     assert record["interleaved"]["auto"]["mode"] == "inline"
     assert all(rates["outcomes"] > 0 for rates in record["selection"].values())
     assert str(tmp_path) not in output.read_text()
+
+
+def test_accelerate_takes_the_fsdp_configuration():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    settings = load_config_from_file(str(EXAMPLES / "fsdp.yaml"))
+    assert settings.distributed_type == "FSDP"
+    assert settings.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    # `training_loss` calls the head after the forward: resharded weights fail there.
+    assert settings.fsdp_config["fsdp_reshard_after_forward"] is False

@@ -103,6 +103,10 @@ def test_nobody_imports_the_command_line_or_the_package_by_name(name):
     assert not others & {"transformers_d3d", "d3d_cli"}
 
 
+def test_one_module_imports_peft():
+    assert [name for name, path in MODULES.items() if "peft" in imports(path)[1]] == ["lora"]
+
+
 def test_imports_go_one_way():
     edges = {name: imports(path)[0] for name, path in MODULES.items()}
     while edges:

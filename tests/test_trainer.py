@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -564,3 +566,68 @@ def test_evaluating_without_responses_is_refused(successor, tmp_path):
     trainer = D3DTrainer(fresh(successor, 2), arguments(tmp_path), train_dataset=counting_examples())
     with pytest.raises(ValueError, match="eval_dataset"):
         trainer.evaluate()
+
+
+# LoRA
+
+
+@pytest.mark.parametrize("save_adapter", [False, True], ids=["merged", "adapter"])
+def test_train_a_lora_from_end_to_end(project, targets, save_adapter):
+    output = project / "drafter"
+    args = arguments(output, max_steps=3, learning_rate=1e-2)
+    train(drafter_arguments(project, lora_rank=2, save_adapter=save_adapter), args)
+    files = {path.name for path in output.iterdir()}
+    assert ("model.safetensors" in files) != save_adapter
+    loaded = AutoModel.from_pretrained(output, **{"base_model": targets["llama"]} if save_adapter else {})
+    assert loaded.state_dict().keys() == targets["llama"].state_dict().keys()
+    moved = changed(loaded, weights(targets["llama"]))
+    assert "model.layers.0.mlp.up_proj.weight" in moved and "lm_head.weight" not in moved
+    final = json.loads((output / "training.json").read_text())["final"]["eval_acceptance_length"]
+    assert simulate_acceptance(loaded, random_examples()).mean_length == pytest.approx(final, abs=0.2)
+
+
+def test_a_resumed_lora_ends_where_an_uninterrupted_one_does(project):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    output = project / "drafter"
+    train(drafter_arguments(project, lora_rank=2), arguments(output, **settings))
+    whole = load_file(output / "model.safetensors")
+    resume = str(output / "checkpoint-2")
+    train(drafter_arguments(project, lora_rank=2), arguments(output, resume_from_checkpoint=resume, **settings))
+    resumed = load_file(output / "model.safetensors")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+# Several processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "file"),
+    [
+        pytest.param(["--mask_adapter_rank", "0"], "model.safetensors", id="full"),
+        pytest.param(["--mask_adapter_rank", "2"], ADAPTER_FILE, id="adapters"),
+        pytest.param(["--lora_rank", "2"], "model.safetensors", id="lora"),
+    ],
+)
+def test_two_processes_are_one_with_twice_the_batch(project, options, file):
+    (project / "train.jsonl").write_text("\n".join(json.dumps(example) for example in random_examples(8)))
+    common = ["-m", "d3d_cli", "train", "--target", str(project / "target"), *options]
+    common += ["--train_data", str(project / "train.jsonl"), "--eval_data", str(project / "eval.jsonl")]
+    common += (
+        "--use_cpu true --max_steps 3 --save_strategy no --optim sgd --learning_rate 1e-2 --warmup_steps 0".split()
+    )
+    common += "--num_anchors 100 --block_size 4 --loss_weighting uniform --per_device_train_batch_size".split()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    outputs = {}
+    for name, words in {"one": [*common, "4"], "two": [*torchrun, *common, "2"]}.items():
+        words = [sys.executable, *words, "--output_dir", str(project / name)]
+        run = subprocess.run(words, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stderr[-2000:]
+        outputs[name] = run.stdout
+    assert outputs["two"].count("Drafter saved in") == 1  # by the first process alone
+    one, two = (load_file(project / name / file) for name in ("one", "two"))
+    assert any(tensor.any() for name, tensor in two.items() if "lora_B" in name or "lora_" not in name)
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-6, rtol=1e-4)
+    records = [json.loads((project / name / "training.json").read_text()) for name in ("one", "two")]
+    assert records[0]["final"]["eval_acceptance_length"] == records[1]["final"]["eval_acceptance_length"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from .acceptance import Acceptance, simulate_acceptance
 from .configuration_d3d import D3DDrafterConfig
@@ -198,14 +198,15 @@ def encode_prompt(tokenizer, text: str, device: str) -> dict[str, torch.Tensor]:
 
 
 def load_drafter(name: str, target, **settings):
-    """A drafter beside its target: adapters over the target's own weights, or a checkpoint of its own.
+    """A drafter beside its target: adapters over the target's own weights, or a checkpoint with a base or all of its own.
 
     Args:
         name (`str`): The drafter: an id on the Hub or a folder.
         target (`PreTrainedModel`): The target.
         settings: Fields of the drafter's configuration to set.
     """
-    weights = {"base_model": target} if is_adapter(name) else {"dtype": target.dtype}
+    over_target = is_adapter(name) and AutoConfig.from_pretrained(name).base_model_name_or_path is None
+    weights = {"base_model": target} if over_target else {"dtype": target.dtype}
     return AutoModel.from_pretrained(name, **weights, **settings).to(target.device)
 
 

@@ -27,7 +27,10 @@ class D3DDrafterConfig(PreTrainedConfig):
         block_attention (`str`, *optional*, defaults to `"causal"`):
             What a mask row sees of its own block: rows up to itself (`"causal"`) or all rows (`"bidirectional"`).
         target_name_or_path (`str`, *optional*):
-            The target drafted for. An adapter checkpoint takes its base weights from there.
+            The target drafted for.
+        base_model_name_or_path (`str`, *optional*):
+            The causal language model that the drafter was built from, whose weights an adapter checkpoint needs. `None`
+            when that is the target.
         kept_layers (`list[int]`, *optional*):
             Indices, in the model that the drafter was built from, of the layers kept. `None` when all were.
         mask_adapter_rank (`int`, *optional*, defaults to 0):
@@ -65,6 +68,7 @@ class D3DDrafterConfig(PreTrainedConfig):
     mask_token_id: int | None = None
     block_attention: Literal["causal", "bidirectional"] = "causal"
     target_name_or_path: str | None = None
+    base_model_name_or_path: str | None = None
     kept_layers: list[int] | None = None
     mask_adapter_rank: int = 0
     mask_adapter_scale: float = 1.0

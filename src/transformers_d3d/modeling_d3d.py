@@ -5,6 +5,7 @@ running generation is the candidate generator's business (`generation_d3d.py`).
 """
 
 import copy
+import json
 import math
 import os
 import sys
@@ -16,7 +17,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -32,6 +33,10 @@ from .masking_d3d import Rows, mask_rows, trunk_rows, visible
 logger = logging.get_logger(__name__)
 
 ADAPTER_FILE = "mask_adapter.safetensors"
+# A LoRA of `peft`, in a folder of its own: beside the drafter's `config.json`, the Auto classes of Transformers would take
+# a checkpoint on the Hub for an adapter of theirs, and load its base model instead of the drafter.
+LORA_FOLDER = "lora"
+LORA_CONFIG, LORA_FILE = f"{LORA_FOLDER}/adapter_config.json", f"{LORA_FOLDER}/adapter_model.safetensors"
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 # How many of a call's last rows are mask rows. A context variable, since one drafter serves many threads at once.
@@ -300,7 +305,9 @@ class D3DDrafterModel(PreTrainedModel):
                 id or a folder it is loaded from there.
             mask_token_id (`int`, *optional*): The mask token. Required when there is no tokenizer.
             layers (`list[int]`, *optional*): Indices of the layers to keep, in rising order. All by default.
-            target_name_or_path (`str`, *optional*): The target drafted for. Defaults to the name of `source`.
+            target_name_or_path (`str`, *optional*):
+                The target drafted for. Defaults to the name of `source`. If they differ, the latter is kept as
+                `base_model_name_or_path`.
             block_size, block_attention, mask_adapter_rank, mask_adapter_scale:
                 See [`D3DDrafterConfig`].
             kwargs: Passed to `AutoModelForCausalLM.from_pretrained` when `source` is a name.
@@ -335,10 +342,13 @@ class D3DDrafterModel(PreTrainedModel):
         if layers is not None:
             text_config = keep_layers(text_config, layers)
         settings = {"block_size": block_size, "block_attention": block_attention}
+        base_name = public_name(source.config._name_or_path)
+        target_name = target_name_or_path or base_name
         config = cls.config_class(
             text_config=text_config,
             mask_token_id=mask_token_id,
-            target_name_or_path=target_name_or_path or _public_name(source),
+            target_name_or_path=target_name,
+            base_model_name_or_path=base_name if base_name != target_name else None,
             kept_layers=layers,
             mask_adapter_rank=mask_adapter_rank,
             mask_adapter_scale=mask_adapter_scale,
@@ -380,7 +390,7 @@ class D3DDrafterModel(PreTrainedModel):
             raise ValueError(
                 f"`{type(source).__name__}` does not hold the drafter's weights: missing {missing[:5] or 'none'}, of "
                 f"another shape {wrong[:5] or 'none'}; use the model that the drafter was built from "
-                f"({self.config.target_name_or_path})."
+                f"({self.config.base_model_name_or_path or self.config.target_name_or_path})."
             )
         self.load_state_dict({name: renamed[name] for name in own if name in renamed}, strict=False)
 
@@ -441,13 +451,22 @@ class D3DDrafterModel(PreTrainedModel):
         partial = folder / f".{ADAPTER_FILE}.part"
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.replace(folder / ADAPTER_FILE)
+        self.save_settings(folder, dtype)
+
+    def save_settings(self, save_directory: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
+        """Saves what an adapter checkpoint holds beside its weights: configuration, generation settings and code.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): The checkpoint's folder.
+            dtype (`torch.dtype`, *optional*): Data type of the saved adapters. Their own by default.
+        """
         config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__]
         config.dtype = dtype or self.dtype
         if self._auto_class is not None:
-            custom_object_save(self, folder, config=config)  # the remote code, as `save_pretrained` does
-        config.save_pretrained(folder)
-        self.generation_config.save_pretrained(folder)
+            custom_object_save(self, save_directory, config=config)  # the remote code, as `save_pretrained` does
+        config.save_pretrained(save_directory)
+        self.generation_config.save_pretrained(save_directory)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs):
         """Saves all weights, the configuration and the generation settings; see `PreTrainedModel.save_pretrained`."""
@@ -471,27 +490,86 @@ class D3DDrafterModel(PreTrainedModel):
             )
         self.load_state_dict(tensors, strict=False)
 
+    @torch.no_grad()
+    def merge_lora(self, settings: dict, tensors: dict[str, torch.Tensor]) -> None:
+        """Adds a LoRA of `peft` to the weights: `W += alpha / rank * B @ A`, and the rows of trained tokens.
+
+        Args:
+            settings (`dict`): What `adapter_config.json` holds.
+            tensors (`dict[str, torch.Tensor]`): What `adapter_model.safetensors` holds, by the names of `peft`.
+
+        Raises:
+            `ValueError`: If the adapter is of another kind, or if weights are left over or of another shape.
+        """
+        kinds = (
+            "use_dora",
+            "use_rslora",
+            "use_qalora",
+            "use_bdlora",
+            "fan_in_fan_out",
+            "rank_pattern",
+            "alpha_pattern",
+        )
+        kinds += (
+            "alora_invocation_tokens",
+            "layer_replication",
+            "modules_to_save",
+            "target_parameters",
+            "arrow_config",
+        )
+        wrong = [name for name in kinds if settings.get(name)]
+        if settings.get("peft_type") != "LORA" or wrong:
+            raise ValueError(
+                f"The adapter is of the type {settings.get('peft_type')!r} with {wrong or 'no special settings'}, but a "
+                "plain `LORA` is all that can be merged here; merge it with `peft` and save the whole model."
+            )
+        scale = settings["lora_alpha"] / settings["r"]
+        tokens = settings.get("trainable_token_indices") or []
+        own, left = dict(self.named_parameters()), dict(tensors)
+        for name in tensors:
+            module, _, kind = name.removeprefix("base_model.model.").partition(".lora_A.")
+            factor = name.replace(".lora_A.", ".lora_B.")
+            weight = own.get(f"{module}.weight")
+            if kind != "weight" or weight is None or factor not in left:
+                continue
+            low, high = left[name].to(weight.device), left[factor].to(weight.device)
+            if (high.shape[0], low.shape[1]) == tuple(weight.shape) and len(low) == high.shape[1]:
+                weight += (high.float() @ low.float() * scale).to(weight.dtype)
+                del left[name], left[factor]
+        rows = left.get(name := "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta")
+        tokens = tokens.get("embed_tokens", []) if isinstance(tokens, dict) else tokens
+        embedding = self.get_input_embeddings().weight
+        if rows is not None and rows.shape == (len(tokens), embedding.shape[1]):
+            embedding[tokens] = left.pop(name).to(embedding)
+        if left:
+            raise ValueError(
+                f"`{LORA_FILE}` does not fit the drafter: {len(left)} weights are left over or of another shape "
+                f"({', '.join(sorted(left)[:5])}). Use the base model that it was trained on, and train it again if it "
+                "holds more than a plain LoRA."
+            )
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, base_model=None, **kwargs):
         """Loads a drafter: a checkpoint with all weights, or an adapter over its base model.
+
+        A LoRA is merged into the base's weights.
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`): An id on the Hub, or a folder.
             base_model (`PreTrainedModel`, `str` or `os.PathLike`, *optional*):
                 For an adapter: the base, in memory (its weights are copied), as an id or as a folder. Defaults to the
-                checkpoint's `target_name_or_path`.
+                checkpoint's `base_model_name_or_path`, or if there is none its `target_name_or_path`.
             kwargs: As in [`~transformers.PreTrainedModel.from_pretrained`].
 
         Raises:
             `ValueError`: If weights are missing, left over or of another shape, or if the base does not fit.
         """
-        adapter = _find_adapter(pretrained_model_name_or_path, kwargs)
-        if adapter is not None:
-            return cls._from_adapter(pretrained_model_name_or_path, adapter, base_model, kwargs)
+        if is_adapter(pretrained_model_name_or_path, **kwargs):
+            return cls._from_adapter(pretrained_model_name_or_path, base_model, kwargs)
         if base_model is not None:
             raise ValueError(
-                f"`base_model` was given, but `{pretrained_model_name_or_path}` has no `{ADAPTER_FILE}`: it is a "
-                "checkpoint with all weights. Leave `base_model` out."
+                f"`base_model` was given, but `{pretrained_model_name_or_path}` has no `{ADAPTER_FILE}` and no "
+                f"`{LORA_FILE}`: it is a checkpoint with all weights. Leave `base_model` out."
             )
         allow_mismatch = kwargs.get("ignore_mismatched_sizes", False)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -520,12 +598,14 @@ class D3DDrafterModel(PreTrainedModel):
             self.generation_config = GenerationConfig.from_pretrained(name, **_only(HUB_KWARGS, kwargs))
 
     @classmethod
-    def _from_adapter(cls, name, adapter_file: str, base_model, kwargs):
+    def _from_adapter(cls, name, base_model, kwargs):
+        adapter_file = _find_file(name, ADAPTER_FILE, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         config = kwargs.pop("config", None)
         if not isinstance(config, cls.config_class):
             config = cls.config_class.from_pretrained(name, **_only(HUB_KWARGS, kwargs))
-        base_model = base_model if base_model is not None else config.target_name_or_path
+        if base_model is None:
+            base_model = config.base_model_name_or_path or config.target_name_or_path
         if base_model is None:
             raise ValueError(
                 f"`{name}` holds adapters only and names no base model; pass `base_model=` (the target in memory, its "
@@ -546,7 +626,11 @@ class D3DDrafterModel(PreTrainedModel):
             dtype = base_model.dtype
         drafter = cls._from_config(config, dtype=dtype).to(base_model.device)
         drafter._copy_base_weights(base_model)
-        drafter.load_adapter_file(adapter_file)
+        if adapter_file is not None:
+            drafter.load_adapter_file(adapter_file)
+        else:
+            settings = json.loads(Path(_find_file(name, LORA_CONFIG, kwargs)).read_text())
+            drafter.merge_lora(settings, load_file(_find_file(name, LORA_FILE, kwargs)))
         drafter._load_generation_config(name, kwargs)
         drafter.eval()
         return (drafter, {}) if wants_info else drafter
@@ -584,9 +668,8 @@ def keep_layers(text_config, layers: list[int]):
     return config
 
 
-def _public_name(model: PreTrainedModel) -> str | None:
-    """The model's name on the Hub. A folder's path means nothing elsewhere, so it is not kept."""
-    name = model.config._name_or_path
+def public_name(name: str | None) -> str | None:
+    """A model's name, if it is one on the Hub. A folder's path means nothing elsewhere, so it is not kept."""
     return name if name and name.count("/") == 1 and not Path(name).exists() and not name.startswith("/") else None
 
 
@@ -595,16 +678,16 @@ def _only(names: tuple[str, ...], kwargs: dict) -> dict:
 
 
 def is_adapter(name: str | os.PathLike, **kwargs) -> bool:
-    """Whether a checkpoint (an id on the Hub, or a folder) holds mask adapters only, and needs a base model."""
-    return _find_adapter(name, kwargs) is not None
+    """Whether a checkpoint (an id on the Hub, or a folder) holds adapters only, and needs a base model."""
+    return any(_find_file(name, file, kwargs) is not None for file in (ADAPTER_FILE, LORA_FILE))
 
 
-def _find_adapter(name: str | os.PathLike, kwargs: dict) -> str | None:
-    """Path of a checkpoint's adapter file, fetched when it is on the Hub; `None` when it has none."""
+def _find_file(name: str | os.PathLike, file: str, kwargs: dict) -> str | None:
+    """Path of a file of a checkpoint, fetched when it is on the Hub; `None` when it has none."""
     if Path(name).is_dir():
-        path = Path(name) / (kwargs.get("subfolder") or "") / ADAPTER_FILE
+        path = Path(name) / (kwargs.get("subfolder") or "") / file
         return str(path) if path.is_file() else None
     try:
-        return hf_hub_download(str(name), ADAPTER_FILE, **_only(HUB_KWARGS, kwargs))
+        return hf_hub_download(str(name), file, **_only(HUB_KWARGS, kwargs))
     except (EntryNotFoundError, HFValidationError, OSError):
         return None  # not an adapter, or not there at all: the ordinary path then says which

@@ -4,16 +4,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
+from transformers import AutoTokenizer, Trainer, set_seed
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from .acceptance import simulate_acceptance
 from .data import BlockCollator, ResponseDataset
+from .lora import has_lora, load_lora, merge_lora, save_adapters
 from .masking_d3d import mask_rows, trunk_rows
 from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
 from .objective import IGNORE, autoregressive_loss, block_loss
 from .records import command, cpu_has_bfloat16, hardware, versions, write_json
+from .start_points import build_drafter
 from .training_args import D3DTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -71,8 +73,8 @@ def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainin
 class D3DTrainer(Trainer):
     """Trains a [`D3DDrafterModel`] on a target's responses ([`ResponseDataset`]).
 
-    Only the mask adapters are trained when the drafter has them, else all weights. Evaluation measures the simulated
-    acceptance length (`eval_acceptance_length`) on the evaluation responses.
+    Only the mask adapters or the LoRA are trained when the drafter has them, else all weights. Evaluation measures the
+    simulated acceptance length (`eval_acceptance_length`) on the evaluation responses.
     """
 
     def __init__(self, model: D3DDrafterModel, args: D3DTrainingArguments, **kwargs):
@@ -93,6 +95,9 @@ class D3DTrainer(Trainer):
             adapter = model.adapter_state_dict()
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in adapter)
+        if args.ddp_find_unused_parameters is None:
+            # Each step uses all, and a search from the forward's output misses the head, which is called beside it.
+            args.ddp_find_unused_parameters = False
         self.collator = BlockCollator(
             config.block_size, args.num_anchors, args.offset_keep_rate, reveal_rate=args.reveal_rate
         )
@@ -135,20 +140,25 @@ class D3DTrainer(Trainer):
 
     def _save(self, output_dir=None, state_dict=None):
         drafter = self.accelerator.unwrap_model(self.model)
-        if drafter.config.mask_adapter_rank == 0:
+        if not has_lora(drafter) and drafter.config.mask_adapter_rank == 0:
             return super()._save(output_dir, state_dict)
-        folder = output_dir or self.args.output_dir
-        drafter.save_adapter(folder)
-        torch.save(self.args, Path(folder) / "training_args.bin")
+        if self.args.should_save:
+            folder = output_dir or self.args.output_dir
+            save_adapters(drafter, folder)
+            torch.save(self.args, Path(folder) / "training_args.bin")
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         drafter = self.accelerator.unwrap_model(model or self.model)
-        if drafter.config.mask_adapter_rank == 0:
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        drafter.load_adapter_file(Path(resume_from_checkpoint) / ADAPTER_FILE)
+        if has_lora(drafter):
+            load_lora(drafter, resume_from_checkpoint)
+        elif drafter.config.mask_adapter_rank > 0:
+            drafter.load_adapter_file(Path(resume_from_checkpoint) / ADAPTER_FILE)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
-        if self.accelerator.unwrap_model(self.model).config.mask_adapter_rank == 0:
+        drafter = self.accelerator.unwrap_model(self.model)
+        if drafter.config.mask_adapter_rank == 0 and not has_lora(drafter):
             return super()._load_best_model()
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
@@ -157,7 +167,7 @@ class D3DTrainer(Trainer):
 class DrafterArguments:
     """What `d3d train` trains: the drafter to build, and the data."""
 
-    target: str = field(metadata={"help": "The target: an id on the Hub or a folder. The drafter starts from it."})
+    target: str = field(metadata={"help": "The target: an id on the Hub or a folder."})
     train_data: str = field(
         metadata={"help": "JSON-lines file (.gz too) of prompt_ids and the target's response_ids."}
     )
@@ -168,17 +178,38 @@ class DrafterArguments:
     target_name: str | None = field(
         default=None, metadata={"help": "Id of the target on the Hub, kept in the checkpoint. Default: --target."}
     )
-    block_size: int = field(default=8, metadata={"help": "Rows of a block, its anchor included."})
-    block_attention: str = field(default="causal", metadata={"help": "causal or bidirectional."})
-    layers: list[int] | None = field(default=None, metadata={"help": "Layers of the target to keep. Default: all."})
-    mask_adapter_rank: int = field(
-        default=64, metadata={"help": "Train adapters of this rank on mask rows only; 0 trains all weights."}
+    start_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the drafter starts from, an id or a folder: a causal language model with the target's "
+            "tokenizer, a PARD checkpoint, or a D3D drafter, whose settings below it keeps. Default: the target."
+        },
     )
-    mask_adapter_scale: float = field(default=1.0, metadata={"help": "Factor on the adapters' output."})
+    block_size: int | None = field(
+        default=None, metadata={"help": "Rows of a block, its anchor included. Default: 8."}
+    )
+    block_attention: str | None = field(default=None, metadata={"help": "causal (the default) or bidirectional."})
+    layers: list[int] | None = field(default=None, metadata={"help": "Layers of the start to keep. Default: all."})
+    mask_adapter_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train adapters of this rank on mask rows only; 0 trains all weights. Default: 64; 0 with LoRA."
+        },
+    )
+    mask_adapter_scale: float | None = field(
+        default=None, metadata={"help": "Factor on the adapters' output. Default: 1."}
+    )
     mask_token_id: int | None = field(default=None, metadata={"help": "Mask token. Default: chosen automatically."})
+    lora_rank: int = field(default=0, metadata={"help": "Train a LoRA of this rank on all rows; 0 for none."})
+    lora_alpha: float | None = field(
+        default=None, metadata={"help": "The LoRA's output is scaled by lora_alpha / lora_rank. Default: lora_rank."}
+    )
+    save_adapter: bool = field(
+        default=False, metadata={"help": "Save the LoRA as an adapter over its start instead of merging it."}
+    )
 
 
-def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
+def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | None:
     """Builds a drafter from a target, trains it, and saves it with a record of the training.
 
     A run that was stopped goes on from its last checkpoint in `args.output_dir` when started again with
@@ -189,26 +220,27 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
         args (`D3DTrainingArguments`): The training settings.
 
     Returns:
-        `str`: A summary for people.
+        `str`: A summary for people, in the main process only.
     """
     if args.bf16 and args.use_cpu and not cpu_has_bfloat16():
         logger.warning("This CPU has no bfloat16 instructions: training with --bf16 is slower than without.")
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(drafter_args.target)
-    # Float32 master weights, whatever the checkpoint's own type: small updates vanish in bfloat16.
-    target = AutoModelForCausalLM.from_pretrained(drafter_args.target, dtype=torch.float32)
-    drafter = D3DDrafterModel.from_causal_lm(
-        target,
-        tokenizer=tokenizer,
-        mask_token_id=drafter_args.mask_token_id,
+    drafter = build_drafter(
+        drafter_args.target,
+        tokenizer,
+        drafter_args.start_from,
+        target_name=drafter_args.target_name,
         layers=drafter_args.layers,
-        target_name_or_path=drafter_args.target_name,
+        mask_token_id=drafter_args.mask_token_id,
         block_size=drafter_args.block_size,
         block_attention=drafter_args.block_attention,
         mask_adapter_rank=drafter_args.mask_adapter_rank,
         mask_adapter_scale=drafter_args.mask_adapter_scale,
+        lora_rank=drafter_args.lora_rank,
+        lora_alpha=drafter_args.lora_alpha,
+        save_adapter=drafter_args.save_adapter,
     )
-    del target
     vocab_size = drafter.config.vocab_size
     train_data = ResponseDataset(
         drafter_args.train_data, vocab_size, drafter_args.max_length, sources=drafter_args.sources
@@ -221,10 +253,12 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
     resume = args.resume_from_checkpoint
     result = trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     metrics = trainer.evaluate() if eval_data is not None else {}
-    if drafter.config.mask_adapter_rank > 0:
-        drafter.save_adapter(args.output_dir, torch.bfloat16)
-    else:
-        trainer.save_model(args.output_dir)
+    if has_lora(drafter) and not drafter_args.save_adapter:
+        merge_lora(drafter)
+    if not has_lora(drafter) and drafter.config.mask_adapter_rank == 0:
+        trainer.save_model(args.output_dir)  # by all processes, which may hold a share of the weights each
+    elif trainer.is_world_process_zero():
+        save_adapters(drafter, args.output_dir, torch.bfloat16)
     record = {
         "schema": 1,
         "command": command(),
@@ -237,8 +271,9 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
         "final": metrics,
         "history": trainer.state.log_history,
     }
-    if trainer.is_world_process_zero():
-        write_json(Path(args.output_dir) / "training.json", record)
+    if not trainer.is_world_process_zero():
+        return None
+    write_json(Path(args.output_dir) / "training.json", record)
     length = metrics.get("eval_acceptance_length")
     return (
         f"Drafter saved in {args.output_dir} after {record['steps']} steps"
