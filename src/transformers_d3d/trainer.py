@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from .acceptance import simulate_acceptance
+from .answer_files import public_name
 from .data import BlockCollator, ResponseDataset
 from .masking_d3d import mask_rows, trunk_rows
 from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
@@ -207,12 +208,14 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
     )
     del target
     vocab_size = drafter.config.vocab_size
+    # What the header of a data file, if it has one, must agree with.
+    made_by = {"tokenizer": tokenizer, "target": drafter_args.target_name or public_name(drafter_args.target)}
     train_data = ResponseDataset(
-        drafter_args.train_data, vocab_size, drafter_args.max_length, sources=drafter_args.sources
+        drafter_args.train_data, vocab_size, drafter_args.max_length, sources=drafter_args.sources, **made_by
     )
     eval_data = None
     if drafter_args.eval_data is not None:
-        eval_data = ResponseDataset(drafter_args.eval_data, vocab_size)
+        eval_data = ResponseDataset(drafter_args.eval_data, vocab_size, **made_by)
         eval_data = torch.utils.data.Subset(eval_data, range(len(eval_data))[: drafter_args.num_eval_examples])
     trainer = D3DTrainer(drafter, args, train_dataset=train_data, eval_dataset=eval_data, processing_class=tokenizer)
     resume = args.resume_from_checkpoint
@@ -228,7 +231,11 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str:
         "versions": versions(),
         "hardware": hardware(),
         "drafter": {k: v for k, v in asdict(drafter_args).items() if k not in ("target", "train_data", "eval_data")},
-        "data": {"train": Path(drafter_args.train_data).name, "train_examples": len(train_data)},
+        "data": {
+            "train": Path(drafter_args.train_data).name,
+            "train_examples": len(train_data),
+            "train_header": train_data.header,
+        },
         "steps": trainer.state.global_step,
         "seconds": round(result.metrics["train_runtime"], 1),
         "final": metrics,
