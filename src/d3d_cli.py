@@ -50,5 +50,5 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # `torchrun -m d3d_cli`, for several processes
     raise SystemExit(main())

@@ -118,6 +118,8 @@ class VllmEngine:
             dtype=config.dtype,
             max_logprobs=max(config.num_top_logits, 1),
         )
+        # As `generate` does; the target's ends of sequence vLLM heeds by itself.
+        self.repetition_penalty = self.model.get_default_sampling_params().repetition_penalty
 
     def answer(self, prompts: list[list[int]], seeds: list[int]) -> list[dict]:
         """As [`TransformersEngine.answer`]."""
@@ -126,6 +128,7 @@ class VllmEngine:
             vllm.SamplingParams(
                 temperature=config.temperature,
                 top_p=config.top_p if config.temperature else 1.0,
+                repetition_penalty=self.repetition_penalty,
                 max_tokens=config.max_new_tokens,
                 seed=seed,
                 logprobs=config.num_top_logits or None,

@@ -2,11 +2,12 @@
 
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from .answer_files import SCHEMA, AnswerWriter, public_name, stable_hash, tokenizer_hash
 from .benchmark import check_dtype
@@ -90,7 +91,8 @@ def run_generate_data(config: GenerateDataConfig) -> str | None:
     Raises:
         `ValueError`, `OSError`, `ImportError`: For what the user can mend; the message says how.
     """
-    state = PartialState(cpu=config.device == "cpu")
+    # The processes wait for the slowest at the end, for longer than the few minutes that are usual in training.
+    state = PartialState(cpu=config.device == "cpu", timeout=timedelta(days=7))
     if state.num_processes > 1 and config.engine == "vllm":
         raise ValueError(
             f"`engine` is 'vllm' in {state.num_processes} processes, but vLLM starts its own; start this one alone."
@@ -170,6 +172,7 @@ def _header(config: GenerateDataConfig, tokenizer, target_config, prompts: list[
             "num_top_logits": config.num_top_logits,
             "engine": config.engine,
             "dtype": config.dtype,
+            "generation_config": _generation_config(config, target_config),
         },
         "prompts": {
             "count": len(prompts),
@@ -177,6 +180,16 @@ def _header(config: GenerateDataConfig, tokenizer, target_config, prompts: list[
         },
         "versions": versions(),
     }
+
+
+def _generation_config(config: GenerateDataConfig, target_config) -> dict:
+    """What the target's own generation configuration adds to the settings: ends of sequence, a repetition penalty ..."""
+    try:
+        own = GenerationConfig.from_pretrained(config.target, revision=config.revision)
+    except OSError:  # the target has none
+        own = GenerationConfig.from_model_config(target_config)
+    ours = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "max_length", "transformers_version")
+    return {name: value for name, value in own.to_diff_dict().items() if name not in ours and name[0] != "_"}
 
 
 def _answer(config: GenerateDataConfig, writer: AnswerWriter, prompts: list[dict], state: PartialState) -> str:
@@ -188,7 +201,8 @@ def _answer(config: GenerateDataConfig, writer: AnswerWriter, prompts: list[dict
     left = [batch for batch in batches if not done.issuperset(batch)][state.process_index :: state.num_processes]
     if not left:
         return ""
-    engine = ENGINES[config.engine](config, config.device or state.device)
+    device = config.device if config.device and state.num_processes == 1 else state.device
+    engine = ENGINES[config.engine](config, device)
     num_tokens, started = 0, time.perf_counter()
     todo = [index for batch in left for index in batch if index not in done]
     bar = tqdm(

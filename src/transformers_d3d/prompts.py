@@ -130,8 +130,20 @@ def encode_prompt(
         prompt (`str` or `list[dict]`): The user's turn, or messages.
         device (`str` or `torch.device`): Where to.
         thinking (`str`): As in [`check_thinking`].
+
+    Raises:
+        `ValueError`: If the template refuses the messages.
     """
+    from jinja2 import TemplateError  # what Transformers needs for chat templates only
+
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **THINKING[thinking]
-    ).to(device)
+    try:
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **THINKING[thinking]
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"The chat template of `{tokenizer.name_or_path}` refuses the messages {str(messages)[:100]} ({error}); change "
+            "or leave out this prompt."
+        ) from error
+    return inputs.to(device)
