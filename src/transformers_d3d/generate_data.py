@@ -183,13 +183,18 @@ def _header(config: GenerateDataConfig, tokenizer, target_config, prompts: list[
 
 
 def _generation_config(config: GenerateDataConfig, target_config) -> dict:
-    """What the target's own generation configuration adds to the settings: ends of sequence, a repetition penalty ..."""
+    """What the target's own generation configuration adds to the settings: ends of sequence, a repetition penalty and the like."""
     try:
         own = GenerationConfig.from_pretrained(config.target, revision=config.revision)
     except OSError:  # the target has none
         own = GenerationConfig.from_model_config(target_config)
-    ours = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "max_length", "transformers_version")
-    return {name: value for name, value in own.to_diff_dict().items() if name not in ours and name[0] != "_"}
+    ours = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "max_length")
+    harmless = ("use_cache", "bos_token_id", "pad_token_id", "transformers_version")  # they change no token
+    return {
+        name: value
+        for name, value in own.to_diff_dict().items()
+        if name not in ours + harmless and not name.startswith(("_", "output_"))
+    }
 
 
 def _answer(config: GenerateDataConfig, writer: AnswerWriter, prompts: list[dict], state: PartialState) -> str:
