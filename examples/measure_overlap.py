@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_d3d.benchmark import (
     BenchmarkConfig,
-    encode_prompt,
     load_drafter,
-    read_prompts,
     run_benchmark,
     timed_generate,
 )
 from transformers_d3d.demo import demo_target_folder
+from transformers_d3d.prompts import encode_prompt, read_prompts
 from transformers_d3d.records import write_json
 
 
@@ -55,7 +54,7 @@ def interleaved(common: dict, modes: dict[str, dict]) -> dict:
     shares = {mode: [] for mode in modes if mode != "inline"}
     prompts = read_prompts(common["prompts"], common["num_prompts"])
     for i, prompt in enumerate([prompts[0], *prompts]):  # the first one warms up
-        inputs = encode_prompt(tokenizer, prompt["turns"][0], "cpu")
+        inputs = encode_prompt(tokenizer, prompt["messages"])
         order = list(drafters)[i % len(drafters) :] + list(drafters)[: i % len(drafters)]
         seconds = {
             mode: timed_generate(target, inputs, settings | {"assistant_model": drafters[mode]})[1] for mode in order

@@ -11,6 +11,7 @@ import sys
 COMMANDS = {
     "bench": ("benchmark", ("BenchmarkConfig",), "run_benchmark"),
     "demo": ("demo", ("DemoConfig",), "run_demo"),
+    "generate-data": ("generate_data", ("GenerateDataConfig",), "run_generate_data"),
     "trace": ("trace", ("TraceConfig",), "run_trace"),
     "train": ("trainer", ("DrafterArguments", "D3DTrainingArguments"), "train"),
 }

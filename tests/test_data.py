@@ -47,6 +47,9 @@ def test_reading(path):
         pytest.param({**GOOD, "response_ids": [1.5]}, r"`response_ids` is \[1.5\]", id="fractions"),
         pytest.param({**GOOD, "response_ids": [True]}, r"`response_ids` is \[True\]", id="booleans"),
         pytest.param({**GOOD, "response_ids": [3, 6]}, r"the id 6, outside .* \[0, 6\)", id="beyond-vocabulary"),
+        pytest.param({**GOOD, "top_ids": [[1], [2]]}, "`top_ids` is .* each of the 3 `response_ids`", id="short-top"),
+        pytest.param({**GOOD, "top_log_probs": None}, "`top_log_probs` is None", id="no-top"),
+        pytest.param({"header": {"schema": 1}}, "a header among the answers", id="second-header"),
         pytest.param({**GOOD, "prompt_ids": [-100, 1]}, r"`prompt_ids` holds the id -100, outside", id="negative"),
     ],
 )
@@ -54,6 +57,15 @@ def test_errors_name_the_file_and_the_line(path, line, message):
     write(path, [GOOD, "", line, GOOD])
     with pytest.raises(ValueError, match=f"{path.name}, line 3: .*{message}"):
         ResponseDataset(path, vocab_size=6)
+
+
+def test_a_header_is_no_answer(path):
+    header = {"schema": 1, "target": "org/model"}
+    write(path, [{"header": header}, GOOD])
+    data = ResponseDataset(path, vocab_size=6)
+    assert data.header == header and list(data) == [GOOD]
+    write(path, [GOOD])
+    assert ResponseDataset(path, vocab_size=6, target="org/any").header is None
 
 
 def test_a_file_that_is_not_text_is_named(tmp_path):

@@ -22,6 +22,7 @@ REMOTE = sorted(name for name in MODULES if name.endswith("_d3d"))
 LEAVES = [
     "cache_d3d",
     "configuration_d3d",
+    "json_lines",
     "masking_d3d",
     "objective",
     "outcomes_d3d",

@@ -515,7 +515,7 @@ def test_train_from_end_to_end(project, targets, tokenizer, rank):
     loaded = AutoModel.from_pretrained(output, **{"base_model": targets["llama"]} if rank else {})
     record = json.loads((output / "training.json").read_text())
     assert record["steps"] == 3
-    assert record["data"] == {"train": "train.jsonl", "train_examples": 6}
+    assert record["data"] == {"train": "train.jsonl", "train_examples": 6, "train_header": None}
     assert record["drafter"]["mask_adapter_rank"] == rank
     assert len([entry for entry in record["history"] if "loss" in entry]) == 3
     assert f"{record['final']['eval_acceptance_length']:.2f}" in summary

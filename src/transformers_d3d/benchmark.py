@@ -1,6 +1,5 @@
 """The benchmark: plain and drafted decoding of the same prompts in one run, with everything that a number travels with."""
 
-import json
 import statistics
 import sys
 import time
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from .acceptance import Acceptance, simulate_acceptance
 from .configuration_d3d import D3DDrafterConfig
 from .modeling_d3d import is_adapter
+from .prompts import encode_prompt, read_prompts
 from .records import command, hardware, versions, write_json
 from .report_d3d import DraftReport
 
@@ -31,7 +31,9 @@ class BenchmarkConfig:
 
     target: str = field(metadata={"help": "The target: an id on the Hub or a folder."})
     drafter: str = field(metadata={"help": "The drafter: an id on the Hub or a folder. Adapters go over --target."})
-    prompts: str = field(metadata={"help": "JSON-lines file whose lines hold `turns`, the user's turns as text."})
+    prompts: str = field(
+        metadata={"help": "JSON-lines file whose lines hold `turns`, `messages` or `prompt`, or a folder of them."}
+    )
     num_prompts: int = field(default=20, metadata={"help": "Use its first prompts."})
     max_new_tokens: int = field(default=128, metadata={"help": "Length of each answer, in tokens."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
@@ -120,7 +122,7 @@ def _run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
     tokenizer = AutoTokenizer.from_pretrained(config.target)
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype).to(config.device)
     drafter = load_drafter(config.drafter, target, **config.drafting)
-    encoded = [encode_prompt(tokenizer, prompt["turns"][0], config.device) for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, prompt["messages"], config.device) for prompt in prompts]
     warmup, counted = encoded[: config.num_warmup_prompts], encoded[config.num_warmup_prompts :]
     if not counted:
         raise ValueError(f"`{config.prompts}` has only {len(prompts)} prompts, all of them used for warm-up.")
@@ -165,36 +167,6 @@ def _run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
     if config.output is not None:
         write_json(config.output, record)
     return record
-
-
-def read_prompts(path: str, count: int) -> list[dict]:
-    """The first prompts of a JSON-lines file.
-
-    Raises:
-        `FileNotFoundError`, `ValueError`: If it is not there, or a line has no `turns`; names the line.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"No prompts at `{path}`; give a JSON-lines file whose lines hold `turns`.")
-    prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines()[:count], start=1):
-        try:
-            prompt = json.loads(line)
-            prompt["turns"][0].strip()
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{Path(path).name}, line {number}: {error!r}; each line must be an object whose `turns` is a list of "
-                "the user's turns as text."
-            ) from error
-        prompts.append(prompt)
-    return prompts
-
-
-def encode_prompt(tokenizer, text: str, device: str) -> dict[str, torch.Tensor]:
-    """The inputs of `generate` for a user's turn: the chat template applied, the generation prompt included."""
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).to(device)
 
 
 def load_drafter(name: str, target, **settings):

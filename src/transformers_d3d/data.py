@@ -1,51 +1,62 @@
 """Target responses as training data: reading them, and turning them into batches of sequences and blocks."""
 
-import gzip
-import json
 import os
-import zlib
 from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
 
+from .answer_files import check_header, is_header
+from .json_lines import read_json_lines
 from .objective import IGNORE
 
 
 class ResponseDataset(Dataset):
-    """A target's responses from JSON-lines files, plain or gzipped.
+    """A target's responses from a JSON-lines file, plain or gzipped.
 
     Each line is an object with `prompt_ids` (the chat template applied, generation prompt included) and `response_ids`;
-    other fields are kept.
+    with `top_ids` and `top_log_probs`, if any, for each token of the response; other fields are kept. The first line may
+    be a header, as `d3d generate-data` writes it.
 
     Args:
         path (`str` or `os.PathLike`): The file.
         vocab_size (`int`): Vocabulary of the drafter: every id is checked against it.
         max_length (`int`, *optional*): Sequences are cut to this many tokens; those without response left are dropped.
         sources (`list[str]`, *optional*): Keep only lines whose `source` is one of these.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Refuse a file whose header names another vocabulary.
+        target (`str`, *optional*): Refuse a file whose header names another target.
+
+    Attributes:
+        header (`dict`, *optional*): The file's header.
 
     Raises:
         `FileNotFoundError`: If there is no such file.
-        `ValueError`: If a line is not such an object, or if nothing is left; names the line.
+        `ValueError`: If a line is not such an object, if the header does not fit, or if nothing is left; names the line.
     """
 
     def __init__(
-        self, path: str | os.PathLike, vocab_size: int, max_length: int | None = None, sources: list[str] | None = None
+        self,
+        path: str | os.PathLike,
+        vocab_size: int,
+        max_length: int | None = None,
+        sources: list[str] | None = None,
+        tokenizer=None,
+        target: str | None = None,
     ):
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"No data file at `{path}`; give a JSON-lines file, plain or ending in `.gz`.")
-        self.examples = []
-        number, opened = 0, gzip.open if path.suffix == ".gz" else open
-        try:
-            with opened(path, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        self._add(line, f"{path.name}, line {number}", vocab_size, max_length, sources)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(
-                f"{path.name}, line {number + 1}: the archive is damaged ({error}); make or copy it again."
-            ) from error
+        self.header, self.examples = None, []
+        for number, (where, example) in enumerate(read_json_lines(path)):
+            if not is_header(example):
+                self._add(example, where, vocab_size, max_length, sources)
+            elif number == 0:
+                self.header = check_header(example["header"], where, tokenizer, target)
+            else:
+                raise ValueError(
+                    f"{where}: a header among the answers; a file holds the answers of one `d3d generate-data`, so keep "
+                    "several of them in files of their own."
+                )
         if not self.examples:
             raise ValueError(
                 f"`{path.name}` leaves nothing to train on: no line has a response"
@@ -55,12 +66,8 @@ class ResponseDataset(Dataset):
             )
 
     def _add(
-        self, line: bytes, where: str, vocab_size: int, max_length: int | None, sources: list[str] | None
+        self, example: object, where: str, vocab_size: int, max_length: int | None, sources: list[str] | None
     ) -> None:
-        try:
-            example = json.loads(line)
-        except ValueError as error:  # no JSON, or no UTF-8
-            raise ValueError(f"{where}: not JSON ({error}); each line must be one object.") from error
         for field in ("prompt_ids", "response_ids"):
             ids = example.get(field) if isinstance(example, dict) else None
             if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
@@ -76,8 +83,16 @@ class ResponseDataset(Dataset):
                 )
         if sources is not None and example.get("source") not in sources:
             return
-        if max_length is not None:
-            example["response_ids"] = example["response_ids"][: max(max_length - len(example["prompt_ids"]), 0)]
+        length = len(example["response_ids"])
+        room = length if max_length is None else max(max_length - len(example["prompt_ids"]), 0)
+        for field in ("response_ids", "top_ids", "top_log_probs"):
+            if field in example:
+                if not isinstance(example[field], list) or len(example[field]) != length:
+                    raise ValueError(
+                        f"{where}: `{field}` is {str(example[field])[:40]}; it must be a list with an entry for each of the "
+                        f"{length} `response_ids`."
+                    )
+                example[field] = example[field][:room]
         if example["response_ids"]:
             self.examples.append(example)
 

@@ -16,7 +16,8 @@ from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, TextStreamer
 
 from .acceptance import Acceptance
-from .benchmark import check_dtype, encode_prompt, first_divergence, load_drafter
+from .benchmark import check_dtype, first_divergence, load_drafter
+from .prompts import encode_prompt
 from .records import hardware, versions, write_json
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .benchmark import check_dtype, encode_prompt, load_drafter
+from .benchmark import check_dtype, load_drafter
 from .plotting import chrome_trace, plot_trace
+from .prompts import encode_prompt
 from .records import write_json
 
 

@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from .acceptance import simulate_acceptance
+from .answer_files import public_name
 from .data import BlockCollator, ResponseDataset
 from .lora import has_lora, load_lora, merge_lora, save_adapters
 from .masking_d3d import mask_rows, trunk_rows
@@ -242,12 +243,14 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
         save_adapter=drafter_args.save_adapter,
     )
     vocab_size = drafter.config.vocab_size
+    # What the header of a data file, if it has one, must agree with.
+    made_by = {"tokenizer": tokenizer, "target": drafter_args.target_name or public_name(drafter_args.target)}
     train_data = ResponseDataset(
-        drafter_args.train_data, vocab_size, drafter_args.max_length, sources=drafter_args.sources
+        drafter_args.train_data, vocab_size, drafter_args.max_length, sources=drafter_args.sources, **made_by
     )
     eval_data = None
     if drafter_args.eval_data is not None:
-        eval_data = ResponseDataset(drafter_args.eval_data, vocab_size)
+        eval_data = ResponseDataset(drafter_args.eval_data, vocab_size, **made_by)
         eval_data = torch.utils.data.Subset(eval_data, range(len(eval_data))[: drafter_args.num_eval_examples])
     trainer = D3DTrainer(drafter, args, train_dataset=train_data, eval_dataset=eval_data, processing_class=tokenizer)
     resume = args.resume_from_checkpoint
@@ -265,7 +268,11 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
         "versions": versions(),
         "hardware": hardware(),
         "drafter": {k: v for k, v in asdict(drafter_args).items() if k not in ("target", "train_data", "eval_data")},
-        "data": {"train": Path(drafter_args.train_data).name, "train_examples": len(train_data)},
+        "data": {
+            "train": Path(drafter_args.train_data).name,
+            "train_examples": len(train_data),
+            "train_header": train_data.header,
+        },
         "steps": trainer.state.global_step,
         "seconds": round(result.metrics["train_runtime"], 1),
         "final": metrics,
