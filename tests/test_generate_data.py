@@ -60,8 +60,10 @@ def read(path):
 def stop_after(monkeypatch):
     """Stops a run in its batch number `count`, as if it were killed."""
 
+    answer = engines.TransformersEngine.answer
+
     def stop(count):
-        answer, calls = engines.TransformersEngine.answer, []
+        calls = []
 
         def counted(self, prompts, seeds):
             calls.append(prompts)
@@ -152,7 +154,6 @@ def test_a_killed_run_goes_on_to_the_same_file(project, tmp_path, stop_after, se
     assert not output.exists()
     (part,) = output.parent.iterdir()
     part.write_bytes(part.read_bytes()[:-5])  # a line that was cut
-    calls.clear()
     calls = stop_after(3)
     run(project, output=str(output), **settings)
     assert len(calls) == 2  # the torn batch and the last
@@ -281,6 +282,9 @@ def vllm(monkeypatch):
         def __init__(self, **settings):
             asked.settings = settings
 
+        def get_default_sampling_params(self):
+            return SimpleNamespace(repetition_penalty=1.25)
+
         def generate(self, prompts, sampling, use_tqdm):
             asked.prompts, asked.sampling = prompts, sampling
             results = []
@@ -308,6 +312,7 @@ def test_vllm_answers(project, vllm):
     assert vllm.settings["model"] == project["target"] and vllm.settings["max_logprobs"] == 2
     assert len(vllm.prompts) == 8
     settings = vllm.sampling[0]
+    assert settings["repetition_penalty"] == 1.25  # the target's own
     assert settings["logprobs"] == 2 and settings["temperature"] == 0.5 and settings["max_tokens"] == 12
     assert sorted(settings["seed"] for settings in vllm.sampling) == list(range(7, 15))
 
