@@ -53,3 +53,23 @@ def test_accelerate_takes_the_fsdp_configuration():
     assert settings.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
     # `training_loss` calls the head after the forward: resharded weights fail there.
     assert settings.fsdp_config["fsdp_reshard_after_forward"] is False
+
+
+def test_measure_training(pair_folders, tmp_path, monkeypatch, capsys):
+    lines = [json.dumps({"prompt_ids": [5, 6, 7], "response_ids": list(range(i, i + 12))}) for i in range(8, 16)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    options = {
+        "target": pair_folders["target"],
+        "train_data": tmp_path / "train.jsonl",
+        "output_dir": tmp_path / "run",
+    }
+    options |= {"max_steps": 4, "use_cpu": "true", "save_strategy": "no", "disable_tqdm": "true"}
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert run(monkeypatch, "measure_training.py", *arguments) == 0
+    record = json.loads((tmp_path / "run" / "measured.json").read_text())
+    assert len(record["steps"]) == 2
+    for step in record["steps"]:
+        assert step["rows"] >= 2 * 15 and step["flop"] > 0
+        assert step["rows_per_s"] == pytest.approx(step["rows"] / step["seconds"])
+        assert step["share_of_peak"] == pytest.approx(step["flop"] / step["seconds"] / step["peak_flop_per_s"])
+    assert str(tmp_path) not in (tmp_path / "run" / "measured.json").read_text()

@@ -16,7 +16,7 @@ from transformers_d3d.acceptance import simulate_acceptance
 from transformers_d3d.data import BlockCollator
 from transformers_d3d.modeling_d3d import ADAPTER_FILE
 from transformers_d3d.objective import IGNORE
-from transformers_d3d.trainer import D3DTrainer, DrafterArguments, train, training_loss
+from transformers_d3d.trainer import D3DTrainer, DrafterArguments, make_trainer, train, training_loss
 from transformers_d3d.training_args import D3DTrainingArguments
 
 BLOCK = 4
@@ -284,6 +284,53 @@ def test_a_few_steps_lower_the_loss(targets, tmp_path, rank, block_attention, we
 
 
 @with_and_without_adapters
+@pytest.mark.parametrize("reveal_rate", [0.0, 0.9])
+def test_the_trainer_reveals_blocks_when_told_to(targets, tmp_path, rank, reveal_rate):
+    args = arguments(tmp_path, max_steps=2, reveal_rate=reveal_rate)
+    trainer = D3DTrainer(fresh(targets["llama"], rank), args, train_dataset=random_examples())
+    drawn, draw = [], trainer.collator.draw
+    trainer.collator.draw = lambda batch: drawn.append(draw(batch)) or drawn[-1]
+    trainer.train()
+    assert len(drawn) == 2
+    assert all((blocks["revealed"] != IGNORE).any() == (reveal_rate > 0) for blocks in drawn)
+
+
+@torch.no_grad()
+def with_teacher(target, examples, num_top=64):
+    """Examples with what the target predicts at each token of the responses."""
+    stored = []
+    for example in examples:
+        prompt, response = example["prompt_ids"], example["response_ids"]
+        logits = target(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        top = torch.log_softmax(logits, -1).topk(num_top)
+        stored.append(example | {"top_ids": top.indices.tolist(), "top_log_probs": top.values.tolist()})
+    return stored
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_divergence_from_clean_rows_is_that_from_stored_predictions(targets, make_perturbed, tmp_path, name):
+    target, examples = targets[name], random_examples(3)
+    drafter = make_perturbed(target, 2)
+    args = arguments(tmp_path, divergence_weight=1.0, num_top_logits=64)
+    losses = []
+    for data in (examples, with_teacher(target, examples)):
+        torch.manual_seed(5)
+        losses.append(training_loss(drafter, drafter, BlockCollator(BLOCK, 4)(data), args).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    plain = training_loss(drafter, drafter, BlockCollator(BLOCK, 4)(examples), arguments(tmp_path)).item()
+    assert abs(losses[0] - plain) > 1e-3
+
+
+def test_full_training_takes_the_divergence_from_stored_predictions_only(targets, tmp_path):
+    drafter, examples = fresh(targets["llama"], 0), random_examples(3)
+    args = arguments(tmp_path, divergence_weight=0.5)
+    loss = training_loss(drafter, drafter, BlockCollator(BLOCK, 4)(with_teacher(targets["llama"], examples)), args)
+    assert math.isfinite(loss.item())
+    with pytest.raises(ValueError, match="`divergence_weight` is above 0, but the data hold no `top_ids`"):
+        training_loss(drafter, drafter, BlockCollator(BLOCK, 4)(examples), args)
+
+
+@with_and_without_adapters
 def test_the_optimizer_holds_what_is_trained(targets, tmp_path, rank):
     drafter = fresh(targets["llama"], rank)
     trainer = D3DTrainer(drafter, arguments(tmp_path), train_dataset=random_examples())
@@ -531,6 +578,18 @@ def test_train_from_end_to_end(project, targets, tokenizer, rank):
         assert str(project) not in json.dumps(record[key])
     if rank:
         assert {tensor.dtype for tensor in load_file(output / ADAPTER_FILE).values()} == {torch.bfloat16}
+
+
+def test_in_bfloat16_only_the_frozen_base_is_bfloat16(project):
+    args = arguments(project / "drafter", bf16=True, max_steps=1, divergence_weight=0.5)
+    trainer = make_trainer(drafter_arguments(project, mask_adapter_rank=2), args)
+    adapter = trainer.model.adapter_state_dict()
+    dtypes = {name: parameter.dtype for name, parameter in trainer.model.named_parameters()}
+    assert {dtypes.pop(name) for name in adapter} == {torch.float32}
+    assert set(dtypes.values()) == {torch.bfloat16}
+    assert trainer.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    trainer.train()
+    assert trainer.evaluate()["eval_acceptance_length"] >= 1
 
 
 def test_train_takes_layers_sources_and_no_evaluation(project):

@@ -149,7 +149,8 @@ class BlockCollator:
 
         Returns:
             `dict` with `input_ids` `(1, num_clean)`, and for each clean row `positions`, `sequences` and `labels` (the
-            next token where it is the response's, else -100), all `(num_clean,)`.
+            next token where it is the response's, else -100), all `(num_clean,)`. If all examples store the target's
+            likeliest tokens, also `top_ids` and `top_log_probs`, `(num_clean, num_top)`, of the rows with labels.
         """
         parts = {"input_ids": [], "positions": [], "sequences": [], "labels": []}
         for index, example in enumerate(examples):
@@ -162,6 +163,12 @@ class BlockCollator:
             parts["sequences"].append(torch.full_like(ids, index))
             parts["labels"].append(labels)
         batch = {name: torch.cat(tensors) for name, tensors in parts.items()}
+        if all("top_ids" in example and "top_log_probs" in example for example in examples):
+            supervised = batch["labels"] != IGNORE
+            for name in ("top_ids", "top_log_probs"):
+                stored = torch.cat([torch.tensor(e[name][: len(e["response_ids"])]) for e in examples])
+                batch[name] = stored.new_zeros(len(supervised), stored.shape[1])
+                batch[name][supervised] = stored
         batch["input_ids"] = batch["input_ids"].unsqueeze(0)
         return batch
 
@@ -175,7 +182,8 @@ class BlockCollator:
             `dict` with for each block its anchor's position `anchors` and `anchor_sequences`, `(num_blocks,)`, and of
             shape `(num_blocks, block_size - 1)` `block_labels`, the token that each mask row predicts, -100 for rows that
             are left out, and `revealed`, the token that it holds in place of the mask token, -100 where it holds that.
-            Revealed rows but the last have no label: a bidirectional block shows it to them.
+            `clean_twins`, of that shape too, is the index of the clean row that predicts the same token. Revealed rows but
+            the last have no label: a bidirectional block shows it to them.
         """
         labels, sequences = batch["labels"], batch["sequences"]
         # An anchor's own next token and the one behind it, which its first mask row predicts, are the response's.
@@ -199,6 +207,7 @@ class BlockCollator:
             "anchor_sequences": sequences[anchors],
             "block_labels": block_labels.masked_fill(hidden, IGNORE),
             "revealed": torch.where(shown, batch["input_ids"][0, inside], IGNORE),
+            "clean_twins": inside,
         }
 
     def _draw_shown(self, kept: torch.Tensor) -> torch.Tensor:

@@ -60,8 +60,8 @@ class MaskRowLinear(nn.Linear):
         num_mask_rows = _num_mask_rows.get()
         if num_mask_rows == 0:
             return output
-        hidden = nn.functional.linear(input[..., -num_mask_rows:, :], self.lora_A)
-        delta = nn.functional.linear(hidden, self.lora_B) * self.scale
+        hidden = nn.functional.linear(input[..., -num_mask_rows:, :], self.lora_A) * self.scale
+        delta = nn.functional.linear(hidden, self.lora_B)
         if num_mask_rows == input.shape[-2]:
             return output + delta
         return torch.cat([output[..., :-num_mask_rows, :], output[..., -num_mask_rows:, :] + delta], dim=-2)

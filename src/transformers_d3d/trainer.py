@@ -14,7 +14,7 @@ from .data import BlockCollator, ResponseDataset
 from .lora import has_lora, load_lora, merge_lora, save_adapters
 from .masking_d3d import mask_rows, trunk_rows
 from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
-from .objective import IGNORE, autoregressive_loss, block_loss
+from .objective import IGNORE, block_loss, row_losses, top_log_probs, weighted_mean
 from .records import command, cpu_has_bfloat16, hardware, versions, write_json
 from .start_points import build_drafter
 from .training_args import D3DTrainingArguments
@@ -39,7 +39,7 @@ def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainin
     """
     config = drafter.config
     labels, anchors, sequences = batch["block_labels"], batch["anchors"], batch["anchor_sequences"]
-    revealed, kept = batch["revealed"], labels != IGNORE
+    revealed, twins, kept = batch["revealed"], batch["clean_twins"], labels != IGNORE
     # In drafting every block is whole, and in a bidirectional one each row sees those behind it.
     present = kept | (revealed != IGNORE) if config.block_attention == "causal" else torch.ones_like(kept)
     clean = trunk_rows(batch["positions"], batch["sequences"])
@@ -49,6 +49,7 @@ def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainin
         present = torch.ones(1, config.block_size - 1, dtype=torch.bool, device=kept.device)
         labels = revealed = torch.full_like(present, IGNORE, dtype=torch.long)
         kept = ~present
+        twins = torch.zeros_like(labels)
     masked = mask_rows(anchors, config.block_size, sequences, present)
     mask_ids = torch.where(revealed == IGNORE, config.mask_token_id, revealed)[present].unsqueeze(0)
     offsets = masked.position - masked.start
@@ -56,26 +57,55 @@ def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainin
     if separate:
         cache = DynamicCache()
         with torch.no_grad():
-            drafter(batch["input_ids"], clean, cache=cache)
+            clean_hidden = drafter(batch["input_ids"], clean, cache=cache).last_hidden_state[0]
         hidden = model(mask_ids, masked, keys=clean, cache=cache, mask_offsets=offsets).last_hidden_state[0]
     else:
         ids = torch.cat([batch["input_ids"], mask_ids], dim=1)
         both = model(ids, clean + masked, mask_offsets=offsets).last_hidden_state[0]
         clean_hidden, hidden = both.split([len(clean), len(masked)])
-    logits = drafter.logits(hidden[kept[present]])
-    loss = block_loss(logits, labels, kept, args.loss_weighting, args.loss_gamma, args.dpace_alpha)
+    teacher = None
+    if args.divergence_weight > 0:
+        teacher = _teacher(drafter, batch, clean_hidden, twins[kept], args.num_top_logits)
+    cross_entropy, divergence = row_losses(drafter.logits, hidden[kept[present]], labels[kept], teacher)
+    loss = block_loss(
+        cross_entropy,
+        kept,
+        args.loss_weighting,
+        args.loss_gamma,
+        args.dpace_alpha,
+        divergence,
+        args.divergence_weight,
+    )
     if not separate and args.autoregressive_weight > 0:
         supervised = batch["labels"] != IGNORE
-        clean_logits = drafter.logits(clean_hidden[supervised])
-        loss = loss + args.autoregressive_weight * autoregressive_loss(clean_logits, batch["labels"][supervised])
+        cross_entropy, _ = row_losses(drafter.logits, clean_hidden[supervised], batch["labels"][supervised])
+        loss = loss + args.autoregressive_weight * weighted_mean(cross_entropy, torch.ones_like(cross_entropy))
     return loss
+
+
+@torch.no_grad()
+def _teacher(
+    drafter: D3DDrafterModel, batch: dict, clean_hidden: torch.Tensor, twins: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's likeliest tokens and their log-probabilities, each `(num_rows, num_top)`, for mask rows."""
+    if "top_ids" in batch:
+        return batch["top_ids"][twins], batch["top_log_probs"][twins]
+    if drafter.config.mask_adapter_rank == 0:
+        raise ValueError(
+            "`divergence_weight` is above 0, but the data hold no `top_ids` and `top_log_probs`, and a drafter without "
+            "mask adapters changes its own clean rows; store the target's likeliest tokens with the data, or set it to 0."
+        )
+    # With mask adapters the clean rows stay the base model's, which is the target.
+    needed, index = twins.unique(return_inverse=True)
+    return tuple(part[index] for part in top_log_probs(drafter.logits, clean_hidden[needed], num_top))
 
 
 class D3DTrainer(Trainer):
     """Trains a [`D3DDrafterModel`] on a target's responses ([`ResponseDataset`]).
 
-    Only the mask adapters or the LoRA are trained when the drafter has them, else all weights. Evaluation measures the
-    simulated acceptance length (`eval_acceptance_length`) on the evaluation responses.
+    Only the mask adapters or the LoRA are trained when the drafter has them, else all weights. What is trained becomes
+    float32, since small updates vanish in narrower types; what is not keeps its type. Evaluation measures the simulated
+    acceptance length (`eval_acceptance_length`) on the evaluation responses.
     """
 
     def __init__(self, model: D3DDrafterModel, args: D3DTrainingArguments, **kwargs):
@@ -96,6 +126,9 @@ class D3DTrainer(Trainer):
             adapter = model.adapter_state_dict()
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in adapter)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
         if args.ddp_find_unused_parameters is None:
             # Each step uses all, and a search from the forward's output misses the head, which is called beside it.
             args.ddp_find_unused_parameters = False
@@ -130,7 +163,8 @@ class D3DTrainer(Trainer):
         was_training = drafter.training
         drafter.eval()
         try:
-            acceptance = simulate_acceptance(drafter, examples)
+            with self.accelerator.autocast():
+                acceptance = simulate_acceptance(drafter, examples)
         finally:
             drafter.train(was_training)
         metrics = {f"{metric_key_prefix}_acceptance_length": acceptance.mean_length}
@@ -210,18 +244,12 @@ class DrafterArguments:
     )
 
 
-def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | None:
-    """Builds a drafter from a target, trains it, and saves it with a record of the training.
-
-    A run that was stopped goes on from its last checkpoint in `args.output_dir` when started again with
-    `--resume_from_checkpoint true`.
+def make_trainer(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> D3DTrainer:
+    """The trainer of a new drafter, with its data.
 
     Args:
         drafter_args (`DrafterArguments`): The drafter and the data.
         args (`D3DTrainingArguments`): The training settings.
-
-    Returns:
-        `str`: A summary for people, in the main process only.
     """
     if args.bf16 and args.use_cpu and not cpu_has_bfloat16():
         logger.warning("This CPU has no bfloat16 instructions: training with --bf16 is slower than without.")
@@ -242,6 +270,12 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
         lora_alpha=drafter_args.lora_alpha,
         save_adapter=drafter_args.save_adapter,
     )
+    if args.bf16 and drafter.config.mask_adapter_rank > 0:
+        # The frozen base is cast once, here, and not at every use.
+        adapter = drafter.adapter_state_dict()
+        for name, parameter in drafter.named_parameters():
+            if name not in adapter:
+                parameter.data = parameter.data.bfloat16()
     vocab_size = drafter.config.vocab_size
     # What the header of a data file, if it has one, must agree with.
     made_by = {"tokenizer": tokenizer, "target": drafter_args.target_name or public_name(drafter_args.target)}
@@ -252,10 +286,27 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
     if drafter_args.eval_data is not None:
         eval_data = ResponseDataset(drafter_args.eval_data, vocab_size, **made_by)
         eval_data = torch.utils.data.Subset(eval_data, range(len(eval_data))[: drafter_args.num_eval_examples])
-    trainer = D3DTrainer(drafter, args, train_dataset=train_data, eval_dataset=eval_data, processing_class=tokenizer)
+    return D3DTrainer(drafter, args, train_dataset=train_data, eval_dataset=eval_data, processing_class=tokenizer)
+
+
+def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | None:
+    """Builds a drafter from a target, trains it, and saves it with a record of the training.
+
+    A run that was stopped goes on from its last checkpoint in `args.output_dir` when started again with
+    `--resume_from_checkpoint true`.
+
+    Args:
+        drafter_args (`DrafterArguments`): The drafter and the data.
+        args (`D3DTrainingArguments`): The training settings.
+
+    Returns:
+        `str`: A summary for people, in the main process only.
+    """
+    trainer = make_trainer(drafter_args, args)
+    drafter = trainer.accelerator.unwrap_model(trainer.model)
     resume = args.resume_from_checkpoint
     result = trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
-    metrics = trainer.evaluate() if eval_data is not None else {}
+    metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
     if has_lora(drafter) and not drafter_args.save_adapter:
         merge_lora(drafter)
     if not has_lora(drafter) and drafter.config.mask_adapter_rank == 0:
@@ -270,8 +321,8 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
         "drafter": {k: v for k, v in asdict(drafter_args).items() if k not in ("target", "train_data", "eval_data")},
         "data": {
             "train": Path(drafter_args.train_data).name,
-            "train_examples": len(train_data),
-            "train_header": train_data.header,
+            "train_examples": len(trainer.train_dataset),
+            "train_header": trainer.train_dataset.header,
         },
         "steps": trainer.state.global_step,
         "seconds": round(result.metrics["train_runtime"], 1),

@@ -34,6 +34,14 @@ class D3DTrainingArguments(TrainingArguments):
         default=0.2,
         metadata={"help": "Weight (lambda) of the autoregressive loss. Adapters on mask rows don't need it: 0 then."},
     )
+    divergence_weight: float = field(
+        default=0.0,
+        metadata={"help": "Share of the divergence from the target's likeliest tokens in the loss of mask rows."},
+    )
+    num_top_logits: int = field(
+        default=32,
+        metadata={"help": "Likeliest tokens of the target for the divergence, where the data store none."},
+    )
     offset_keep_rate: float = field(
         default=1.0,
         metadata={"help": "Below 1, keep mask rows up to offset j with probability rate**(j-1): cheaper steps."},
@@ -60,6 +68,10 @@ class D3DTrainingArguments(TrainingArguments):
             )
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"`dpace_alpha` is {self.dpace_alpha}; it must be between 0 and 1.")
+        if not 0 <= self.divergence_weight <= 1:
+            raise ValueError(f"`divergence_weight` is {self.divergence_weight}; it must be between 0 and 1.")
+        if self.num_top_logits < 1:
+            raise ValueError(f"`num_top_logits` is {self.num_top_logits}; it must be at least 1.")
         if self.loss_gamma <= 0 or self.autoregressive_weight < 0:
             raise ValueError(
                 f"`loss_gamma` is {self.loss_gamma} (it must be positive) and `autoregressive_weight` is "
