@@ -580,6 +580,17 @@ def test_train_from_end_to_end(project, targets, tokenizer, rank):
         assert {tensor.dtype for tensor in load_file(output / ADAPTER_FILE).values()} == {torch.bfloat16}
 
 
+def test_the_record_names_the_start_and_not_its_folder(project):
+    output = project / "drafter"
+    train(
+        drafter_arguments(project, start_from=str(project / "target"), mask_adapter_rank=2),
+        arguments(output, max_steps=1),
+    )
+    record = json.loads((output / "training.json").read_text())
+    assert record["drafter"]["start_from"] == "target"
+    assert str(project) not in json.dumps(record["drafter"])
+
+
 def test_in_bfloat16_only_the_frozen_base_is_bfloat16(project):
     args = arguments(project / "drafter", bf16=True, max_steps=1, divergence_weight=0.5)
     trainer = make_trainer(drafter_arguments(project, mask_adapter_rank=2), args)

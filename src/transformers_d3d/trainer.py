@@ -313,12 +313,14 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
         trainer.save_model(args.output_dir)  # by all processes, which may hold a share of the weights each
     elif trainer.is_world_process_zero():
         save_adapters(drafter, args.output_dir, torch.bfloat16)
+    settings = asdict(drafter_args)
+    settings["start_from"] = settings["start_from"] and public_name(settings["start_from"])
     record = {
         "schema": 1,
         "command": command(),
         "versions": versions(),
         "hardware": hardware(),
-        "drafter": {k: v for k, v in asdict(drafter_args).items() if k not in ("target", "train_data", "eval_data")},
+        "drafter": {k: v for k, v in settings.items() if k not in ("target", "train_data", "eval_data")},
         "data": {
             "train": Path(drafter_args.train_data).name,
             "train_examples": len(trainer.train_dataset),
