@@ -27,7 +27,7 @@ def tokenizer_hash(tokenizer) -> str:
     return stable_hash(tokenizer.get_vocab())
 
 
-def public_name(target: str | os.PathLike) -> str:
+def short_name(target: str | os.PathLike) -> str:
     """The target's name: an id on the Hub as it is; of a folder, whose path means nothing elsewhere, the last part."""
     return Path(target).resolve().name if Path(target).is_dir() else str(target)
 

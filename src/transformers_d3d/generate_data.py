@@ -9,7 +9,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from .answer_files import SCHEMA, AnswerWriter, public_name, stable_hash, tokenizer_hash
+from .answer_files import SCHEMA, AnswerWriter, short_name, stable_hash, tokenizer_hash
 from .benchmark import check_dtype
 from .engines import ENGINES
 from .prompts import ENDINGS, check_thinking, encode_prompt, read_hub_prompts, read_prompts
@@ -155,7 +155,7 @@ def _header(config: GenerateDataConfig, tokenizer, target_config, prompts: list[
     sampled = config.temperature > 0
     return {
         "schema": SCHEMA,
-        "target": config.target_name or public_name(config.target),
+        "target": config.target_name or short_name(config.target),
         "revision": getattr(target_config, "_commit_hash", None),
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "vocab_size": vocab_size,

@@ -24,6 +24,11 @@ def has_lora(drafter: D3DDrafterModel) -> bool:
     return any(isinstance(module, LoraLayer) for module in drafter.modules())
 
 
+def has_adapters(drafter: D3DDrafterModel) -> bool:
+    """Whether the drafter holds adapters of either kind, so that its checkpoints go over a base."""
+    return drafter.config.mask_adapter_rank > 0 or has_lora(drafter)
+
+
 def add_lora(drafter: D3DDrafterModel, rank: int, alpha: float | None = None) -> None:
     """Adds trainable low-rank adapters to the backbone's linear layers, in place; everything else is frozen.
 

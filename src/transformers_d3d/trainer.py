@@ -9,9 +9,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from .acceptance import simulate_acceptance
-from .answer_files import public_name
+from .answer_files import short_name
 from .data import BlockCollator, ResponseDataset
-from .lora import has_lora, load_lora, merge_lora, save_adapters
+from .lora import has_adapters, has_lora, load_lora, merge_lora, save_adapters
 from .masking_d3d import mask_rows, trunk_rows
 from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
 from .objective import IGNORE, block_loss, row_losses, top_log_probs, weighted_mean
@@ -175,7 +175,7 @@ class D3DTrainer(Trainer):
 
     def _save(self, output_dir=None, state_dict=None):
         drafter = self.accelerator.unwrap_model(self.model)
-        if not has_lora(drafter) and drafter.config.mask_adapter_rank == 0:
+        if not has_adapters(drafter):
             return super()._save(output_dir, state_dict)
         if self.args.should_save:
             folder = output_dir or self.args.output_dir
@@ -193,7 +193,7 @@ class D3DTrainer(Trainer):
 
     def _load_best_model(self):
         drafter = self.accelerator.unwrap_model(self.model)
-        if drafter.config.mask_adapter_rank == 0 and not has_lora(drafter):
+        if not has_adapters(drafter):
             return super()._load_best_model()
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
@@ -278,7 +278,7 @@ def make_trainer(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> 
                 parameter.data = parameter.data.bfloat16()
     vocab_size = drafter.config.vocab_size
     # What the header of a data file, if it has one, must agree with.
-    made_by = {"tokenizer": tokenizer, "target": drafter_args.target_name or public_name(drafter_args.target)}
+    made_by = {"tokenizer": tokenizer, "target": drafter_args.target_name or short_name(drafter_args.target)}
     train_data = ResponseDataset(
         drafter_args.train_data, vocab_size, drafter_args.max_length, sources=drafter_args.sources, **made_by
     )
@@ -309,12 +309,12 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
     if has_lora(drafter) and not drafter_args.save_adapter:
         merge_lora(drafter)
-    if not has_lora(drafter) and drafter.config.mask_adapter_rank == 0:
+    if not has_adapters(drafter):
         trainer.save_model(args.output_dir)  # by all processes, which may hold a share of the weights each
     elif trainer.is_world_process_zero():
         save_adapters(drafter, args.output_dir, torch.bfloat16)
     settings = asdict(drafter_args)
-    settings["start_from"] = settings["start_from"] and public_name(settings["start_from"])
+    settings["start_from"] = settings["start_from"] and short_name(settings["start_from"])
     record = {
         "schema": 1,
         "command": command(),
