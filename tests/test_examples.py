@@ -1,11 +1,14 @@
 """The example scripts: each runs to its end on a tiny pair and says which of its promises hold."""
 
+import copy
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -51,8 +54,6 @@ def test_accelerate_takes_the_fsdp_configuration():
     settings = load_config_from_file(str(EXAMPLES / "fsdp.yaml"))
     assert settings.distributed_type == "FSDP"
     assert settings.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    # `training_loss` calls the head after the forward: resharded weights fail there.
-    assert settings.fsdp_config["fsdp_reshard_after_forward"] is False
 
 
 def test_measure_training(pair_folders, tmp_path, monkeypatch, capsys):
@@ -73,3 +74,61 @@ def test_measure_training(pair_folders, tmp_path, monkeypatch, capsys):
         assert step["rows_per_s"] == pytest.approx(step["rows"] / step["seconds"])
         assert step["share_of_peak"] == pytest.approx(step["flop"] / step["seconds"] / step["peak_flop_per_s"])
     assert str(tmp_path) not in (tmp_path / "run" / "measured.json").read_text()
+
+
+# Accelerate ignores FSDP on a CPU, so this calls what it would call.
+SHARDED_STEP = """
+import copy, json, sys
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from transformers_d3d import D3DDrafterModel
+from transformers_d3d.acceptance import simulate_acceptance
+from transformers_d3d.data import BlockCollator
+from transformers_d3d.trainer import training_loss
+from transformers_d3d.training_args import D3DTrainingArguments
+
+target, config_file, output = sys.argv[1:]
+dist.init_process_group("gloo")
+settings = {k.removeprefix("fsdp_"): v for k, v in load_config_from_file(config_file).fsdp_config.items()}
+settings |= {"fsdp_version": settings.pop("version"), "cpu_offload": settings.pop("offload_params")}
+settings["auto_wrap_policy"] = settings["auto_wrap_policy"].lower()
+accelerator = SimpleNamespace(
+    state=SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(**settings)),
+    device=torch.device("cpu"), torch_device_mesh=None, mixed_precision="no", is_main_process=dist.get_rank() == 0,
+)
+tokens = torch.randint(3, 60, (2, 14), generator=torch.Generator().manual_seed(1)).tolist()
+examples = [{"prompt_ids": ids[:4], "response_ids": ids[4:]} for ids in tokens]
+args = D3DTrainingArguments(output, use_cpu=True, loss_weighting="uniform")
+whole = D3DDrafterModel.from_causal_lm(target, mask_token_id=63, block_size=4)
+sharded = fsdp2_prepare_model(accelerator, copy.deepcopy(whole))
+training_loss(whole, whole, BlockCollator(4, 100)(examples), args).backward()
+training_loss(sharded, sharded, BlockCollator(4, 100)([examples[dist.get_rank()]]), args).backward()
+expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+for name, parameter in sharded.named_parameters():
+    assert parameter.grad.to_local().numel() < parameter.numel(), name
+    torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], atol=1e-6, rtol=1e-4)
+assert simulate_acceptance(sharded.eval(), examples) == simulate_acceptance(whole.eval(), examples)
+print(f"{type(sharded.model.layers[0]).__name__} of process {dist.get_rank()} agrees")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_step_sharded_by_the_fsdp_configuration_is_that_of_one_process(targets, tokenizer, tmp_path, tied):
+    pytest.importorskip("accelerate", minversion="1.16")
+    config = copy.deepcopy(targets["llama"].config)
+    config.tie_word_embeddings = tied
+    torch.manual_seed(0)
+    type(targets["llama"])(config).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "step.py").write_text(SHARDED_STEP)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words += [str(tmp_path / "step.py"), str(tmp_path / "target"), str(EXAMPLES / "fsdp.yaml"), str(tmp_path / "out")]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("agrees") == 2 and "FSDPLlamaDecoderLayer" in run.stdout

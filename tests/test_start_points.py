@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModel, LlamaForCausalLM
 
+from transformers_d3d.benchmark import load_drafter
 from transformers_d3d.lora import save_lora
 from transformers_d3d.start_points import build_drafter
 
@@ -57,6 +58,14 @@ def test_from_a_sibling(build, sibling, tmp_path):
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in drafter.state_dict().items())
     with pytest.raises(ValueError, match="base model `sibling`.*pass `base_model=`"):
         AutoModel.from_pretrained(tmp_path / "adapters")
+
+
+def test_adapters_over_a_sibling_find_it(build, sibling, targets, tmp_path, monkeypatch):
+    drafter = build(sibling(), mask_adapter_rank=2)
+    drafter.save_adapter(tmp_path / "adapters")
+    monkeypatch.chdir(tmp_path)  # where the recorded name is the sibling's folder
+    for loaded in (AutoModel.from_pretrained("adapters"), load_drafter("adapters", targets["llama"])):
+        assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 
 
 def test_from_a_parallel_draft_model(build, sibling):

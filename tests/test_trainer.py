@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, GenerationConfig
 from transformers_d3d import D3DDrafterModel
 from transformers_d3d.acceptance import simulate_acceptance
 from transformers_d3d.data import BlockCollator
+from transformers_d3d.lora import add_lora, merge_lora
 from transformers_d3d.modeling_d3d import ADAPTER_FILE
 from transformers_d3d.objective import IGNORE
 from transformers_d3d.trainer import D3DTrainer, DrafterArguments, make_trainer, train, training_loss
@@ -418,9 +419,11 @@ def test_what_a_checkpoint_holds(targets, tmp_path, rank):
     assert str(tmp_path) not in (folder / "config.json").read_text()
 
 
-@with_and_without_adapters
-def test_the_best_checkpoint_is_loaded_at_the_end(successor, tmp_path, rank):
+@pytest.mark.parametrize(("rank", "lora_rank"), [(0, 0), (2, 0), (0, 2)], ids=["full", "adapters", "lora"])
+def test_the_best_checkpoint_is_loaded_at_the_end(successor, tmp_path, rank, lora_rank):
     drafter = fresh(successor, rank)
+    if lora_rank:
+        add_lora(drafter, lora_rank)
     args = arguments(
         tmp_path,
         max_steps=4,
@@ -438,7 +441,9 @@ def test_the_best_checkpoint_is_loaded_at_the_end(successor, tmp_path, rank):
     trainer = D3DTrainer(drafter, args, train_dataset=counting_examples(), eval_dataset=counting_examples(2))
     trainer.train()
     best = trainer.state.best_model_checkpoint
-    loaded = AutoModel.from_pretrained(best, **{"base_model": successor} if rank else {})
+    loaded = AutoModel.from_pretrained(best, **{"base_model": successor} if rank + lora_rank else {})
+    if lora_rank:
+        merge_lora(drafter)
     assert not changed(drafter, weights(loaded))
 
 
@@ -460,9 +465,12 @@ def test_evaluate(successor, tmp_path):
     assert "test_acceptance_length" in other
 
 
-def test_activation_checkpointing_changes_nothing(targets, tmp_path):
+@pytest.mark.parametrize("lora_rank", [0, 2], ids=["full", "lora"])
+def test_activation_checkpointing_changes_nothing(targets, tmp_path, lora_rank):
     def run(**settings):
         drafter = fresh(targets["llama"], 0)
+        if lora_rank:
+            add_lora(drafter, lora_rank)
         args = arguments(tmp_path, max_steps=3, learning_rate=1e-2, **settings)
         D3DTrainer(drafter, args, train_dataset=random_examples()).train()
         return drafter
@@ -654,6 +662,21 @@ def test_train_a_lora_from_end_to_end(project, targets, save_adapter):
     assert "model.layers.0.mlp.up_proj.weight" in moved and "lm_head.weight" not in moved
     final = json.loads((output / "training.json").read_text())["final"]["eval_acceptance_length"]
     assert simulate_acceptance(loaded, random_examples()).mean_length == pytest.approx(final, abs=0.2)
+
+
+def test_train_goes_on_from_a_drafter(project):
+    first, second = project / "first", project / "second"
+    train(drafter_arguments(project, mask_adapter_rank=2), arguments(first, max_steps=1, learning_rate=1e-2))
+    settings = {"start_from": str(first), "block_size": None}
+    train(drafter_arguments(project, **settings), arguments(second, max_steps=1, learning_rate=0.0))
+    before, after = load_file(first / ADAPTER_FILE), load_file(second / ADAPTER_FILE)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    text = (second / "training.json").read_text()
+    assert (
+        json.loads(text)["drafter"].items()
+        >= {"start_from": "first", "block_size": BLOCK, "mask_adapter_rank": 2}.items()
+    )
+    assert str(project) not in json.dumps(json.loads(text)["drafter"])
 
 
 def test_a_resumed_lora_ends_where_an_uninterrupted_one_does(project):

@@ -12,6 +12,8 @@ from .lora import add_lora
 from .modeling_d3d import D3DDrafterModel, is_adapter, public_name
 
 FRESH_MASK_ADAPTER_RANK = 64
+# Fields of the configuration that a D3D drafter brings along.
+START_SETTINGS = ("block_size", "block_attention", "mask_token_id", "mask_adapter_rank", "mask_adapter_scale")
 
 
 def build_drafter(
@@ -41,7 +43,7 @@ def build_drafter(
         save_adapter (`bool`, *optional*): Whether the LoRA is to be saved over its start, which must then be able to.
         mask_adapter_rank (`int`, *optional*):
             See [`D3DDrafterConfig`]. Defaults to a D3D drafter's own, to 0 with a LoRA, else to 64.
-        settings: Other fields of the configuration. `None` stands for a D3D drafter's own value, or the default.
+        settings: The other `START_SETTINGS`. `None` stands for a D3D drafter's own value, or the default.
 
     Raises:
         `ValueError`: If the start does not fit the target, or contradicts the settings.

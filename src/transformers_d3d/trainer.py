@@ -16,7 +16,7 @@ from .masking_d3d import mask_rows, trunk_rows
 from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
 from .objective import IGNORE, block_loss, row_losses, top_log_probs, weighted_mean
 from .records import command, cpu_has_bfloat16, hardware, versions, write_json
-from .start_points import build_drafter
+from .start_points import START_SETTINGS, build_drafter
 from .training_args import D3DTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -261,14 +261,10 @@ def make_trainer(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> 
         drafter_args.start_from,
         target_name=drafter_args.target_name,
         layers=drafter_args.layers,
-        mask_token_id=drafter_args.mask_token_id,
-        block_size=drafter_args.block_size,
-        block_attention=drafter_args.block_attention,
-        mask_adapter_rank=drafter_args.mask_adapter_rank,
-        mask_adapter_scale=drafter_args.mask_adapter_scale,
         lora_rank=drafter_args.lora_rank,
         lora_alpha=drafter_args.lora_alpha,
         save_adapter=drafter_args.save_adapter,
+        **{name: getattr(drafter_args, name) for name in START_SETTINGS},
     )
     if args.bf16 and drafter.config.mask_adapter_rank > 0:
         # The frozen base is cast once, here, and not at every use.
@@ -290,7 +286,7 @@ def make_trainer(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> 
 
 
 def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | None:
-    """Builds a drafter from a target, trains it, and saves it with a record of the training.
+    """Builds a drafter from its start, trains it, and saves it with a record of the training.
 
     A run that was stopped goes on from its last checkpoint in `args.output_dir` when started again with
     `--resume_from_checkpoint true`.
@@ -313,14 +309,15 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
         trainer.save_model(args.output_dir)  # by all processes, which may hold a share of the weights each
     elif trainer.is_world_process_zero():
         save_adapters(drafter, args.output_dir, torch.bfloat16)
-    settings = asdict(drafter_args)
+    settings = {k: v for k, v in asdict(drafter_args).items() if k not in ("target", "train_data", "eval_data")}
+    settings |= {name: getattr(drafter.config, name) for name in START_SETTINGS}
     settings["start_from"] = settings["start_from"] and short_name(settings["start_from"])
     record = {
         "schema": 1,
         "command": command(),
         "versions": versions(),
         "hardware": hardware(),
-        "drafter": {k: v for k, v in settings.items() if k not in ("target", "train_data", "eval_data")},
+        "drafter": settings,
         "data": {
             "train": Path(drafter_args.train_data).name,
             "train_examples": len(trainer.train_dataset),
