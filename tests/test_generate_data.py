@@ -1,10 +1,12 @@
-"""Answers of a target: those of `generate` one by one, whatever the batches, processes and interruptions."""
+"""Generating data: the target's own answers, the same whatever stops the run and however many processes share it."""
 
+import copy
 import gzip
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,365 +15,483 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from d3d_cli import main
-from transformers_d3d import answer_files, engines
+from transformers_d3d import answer_files, engines, generate_data
 from transformers_d3d.data import ResponseDataset
 from transformers_d3d.generate_data import GenerateDataConfig, run_generate_data
 from transformers_d3d.prompts import encode_prompt
 
-ROOT = Path(__file__).parents[1]
-TEXTS = ["abc def", "x", "hello there you", "no", "a b c d e f g h i j", "y z", "quite another one", "end"]
-END = 42  # among the tokens that the tiny target answers with
+TEXTS = [
+    "abc",
+    "Hello",
+    "a longer prompt of many letters",
+    "xyz",
+    "the",
+    "some words",
+    "Z",
+    "four words or so",
+    "b",
+    "qq",
+]
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def target(request, targets):
+    """A tiny target that ends some of its answers early, since two tokens end a sequence."""
+    target = copy.deepcopy(targets[request.param])
+    target.generation_config.eos_token_id = [21, 40]
+    return target
 
 
 @pytest.fixture
-def project(targets, tokenizer, tmp_path):
-    """Options of a run on a tiny target that ends some answers early, with prompts of many lengths."""
-    targets["llama"].save_pretrained(tmp_path / "target")
+def settings(target, tokenizer, tmp_path):
+    """The settings of a run, with a folder of the target and a file of prompts."""
+    target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    settings = tmp_path / "target" / "generation_config.json"
-    checkpoint = {"eos_token_id": END, "pad_token_id": 0, "do_sample": True, "temperature": 0.6, "top_k": 3}
-    settings.write_text(json.dumps(checkpoint))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": f"p{i}", "turns": [text]}) + "\n" for i, text in enumerate(TEXTS)))
+    lines = [{"id": f"p{i}", "turns": [text], "source": "odd" if i % 2 else "even"} for i, text in enumerate(TEXTS)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return {
         "target": str(tmp_path / "target"),
-        "prompts": str(prompts),
-        "output": str(tmp_path / "out" / "answers.jsonl"),
-        "max_new_tokens": 12,
+        "prompts": str(tmp_path / "prompts.jsonl"),
+        "output": str(tmp_path / "answers.jsonl"),
+        "max_new_tokens": 14,
         "batch_size": 3,
         "device": "cpu",
     }
 
 
-def run(options, **changes):
-    summary = run_generate_data(GenerateDataConfig(**options | changes))
-    return read((options | changes)["output"]), summary
+one_target = pytest.mark.parametrize("target", ["llama"], indirect=True)
 
 
-def read(path):
-    data = Path(path).read_bytes()
-    header, *answers = (
-        json.loads(line) for line in (gzip.decompress(data) if path.endswith(".gz") else data).splitlines()
-    )
-    return header["header"], answers
+def answers(settings, **changes):
+    """Runs; returns the header and the answers."""
+    run_generate_data(GenerateDataConfig(**settings | changes))
+    path = Path((settings | changes)["output"])
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    first, *lines = map(json.loads, text.splitlines())
+    return first["header"], lines
 
 
-@pytest.fixture
-def stop_after(monkeypatch):
-    """Stops a run in its batch number `count`, as if it were killed."""
-
-    answer = engines.TransformersEngine.answer
-
-    def stop(count):
-        calls = []
-
-        def counted(self, prompts, seeds):
-            calls.append(prompts)
-            if len(calls) > count:
-                raise KeyboardInterrupt
-            return answer(self, prompts, seeds)
-
-        monkeypatch.setattr(engines.TransformersEngine, "answer", counted)
-        return calls
-
-    return stop
-
-
-def one_by_one(target, tokenizer, text, **settings):
-    inputs = encode_prompt(tokenizer, text)
-    output = target.generate(**inputs, do_sample=False, eos_token_id=END, max_new_tokens=12, **settings)
-    return output[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-def test_answers_are_those_of_generate_one_by_one(project, targets, tokenizer):
-    (header, answers), summary = run(project)
-    assert [answer["id"] for answer in answers] == [f"p{i}" for i in range(8)]
-    for answer, text in zip(answers, TEXTS, strict=True):
-        assert answer["source"] == "prompts"
-        assert answer["prompt_ids"] == encode_prompt(tokenizer, text)["input_ids"][0].tolist()
-        assert answer["response_ids"] == one_by_one(targets["llama"], tokenizer, text)
-    ended = [answer["response_ids"][-1] == END for answer in answers]
+def test_answers_are_those_of_generate_one_by_one(settings, target, tokenizer):
+    _, lines = answers(settings)
+    assert [(line["id"], line["source"]) for line in lines] == [
+        (f"p{i}", "odd" if i % 2 else "even") for i in range(len(TEXTS))
+    ]
+    for text, line in zip(TEXTS, lines, strict=True):
+        inputs = encode_prompt(tokenizer, text)
+        alone = target.generate(**inputs, do_sample=False, max_new_tokens=14, pad_token_id=0)[0].tolist()
+        assert line["prompt_ids"] + line["response_ids"] == alone
+    ended = [line["response_ids"][-1] in (21, 40) for line in lines]
     assert any(ended) and not all(ended)
-    assert "8 answers of target in" in summary and "tokens/s" in summary
-    assert header["target"] == "target" and header["vocab_size"] == 64 and header["prompts"]["count"] == 8
-    assert header["settings"] == header["settings"] | {
-        "thinking": "template",
-        "do_sample": False,
-        "engine": "transformers",
-    }
-    assert str(Path(project["output"]).parents[1]) not in json.dumps(header)
-    data = ResponseDataset(project["output"], 64, tokenizer=tokenizer, target="org/target")
-    assert data.header == header and len(data) == 8
+    assert all(len(line["response_ids"]) == 14 for line, end in zip(lines, ended, strict=True) if not end)
 
 
-def test_an_answer_of_nothing_is_its_end(project, targets, tokenizer):
-    first = one_by_one(targets["llama"], tokenizer, TEXTS[0])[0]
-    folder = Path(project["target"])
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [63, first]}))
-    (_, answers), _ = run(project)
-    assert answers[0]["response_ids"] == [first]
-    assert len(ResponseDataset(project["output"], 64)) == 8
+@one_target
+def test_an_empty_answer_is_the_end_token(settings, target):
+    _, lines = answers(settings)
+    first = lines[2]["response_ids"][0]
+    target.generation_config.eos_token_id = first
+    target.save_pretrained(settings["target"])
+    _, lines = answers(settings, output=settings["output"] + ".gz")
+    assert lines[2]["response_ids"] == [first]
+    assert ResponseDataset(settings["output"] + ".gz", 64)[2]["response_ids"] == [first]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-def test_the_likeliest_tokens_are_the_targets_own(project, targets, temperature):
-    (_, answers), _ = run(project, num_top_logits=5, temperature=temperature, top_p=0.9 if temperature else 1.0)
-    for answer in answers:
-        prompt, response = answer["prompt_ids"], answer["response_ids"]
-        with torch.no_grad():
-            logits = targets["llama"](torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        log_probs, ids = logits.log_softmax(-1).topk(5)
-        assert answer["top_ids"] == ids.tolist()
-        torch.testing.assert_close(torch.tensor(answer["top_log_probs"]), log_probs, atol=1e-4, rtol=1e-4)
-        if not temperature:
-            assert [top[0] for top in answer["top_ids"]] == response
-    cut = ResponseDataset(project["output"], 64, max_length=14)
-    assert {len(answer["response_ids"]) - len(answer["top_ids"]) for answer in cut} == {0}
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@torch.no_grad()
+def test_top_logits_are_those_of_a_forward_pass(settings, target, temperature):
+    _, lines = answers(settings, num_top_logits=5, temperature=temperature)
+    for line in lines:
+        ids = torch.tensor([line["prompt_ids"] + line["response_ids"]])
+        rows = target(ids).logits[0, len(line["prompt_ids"]) - 1 : -1].log_softmax(-1)
+        top = rows.topk(5)
+        assert line["top_ids"] == top.indices.tolist()
+        assert torch.tensor(line["top_log_probs"]) == pytest.approx(top.values, abs=2e-4)
+        assert len(json.dumps(line["top_log_probs"][0][0]).partition(".")[2]) <= 4
+        if temperature == 0:
+            assert [ids[0] for ids in line["top_ids"]] == line["response_ids"]
 
 
-def test_sampling_follows_the_seed_and_not_the_checkpoints_settings(project, tmp_path):
-    def sampled(**changes):
-        (_, answers), _ = run(project, output=str(tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"), **changes)
-        return [answer["response_ids"] for answer in answers]
+@one_target
+def test_greedy_answers_have_no_seed_and_sampled_ones_do(settings):
+    def responses(name, **changes):
+        return answers(settings, output=f"{settings['output']}.{name}", **changes)[1]
 
-    first = sampled(temperature=1.0)
-    assert sampled(temperature=1.0) == first
-    assert sampled(temperature=1.0, seed=1) != first
-    assert sampled(temperature=1e-4) == sampled()
-    tops = run(project, temperature=5.0, num_top_logits=3)[0][1]
-    chosen = [t in top for answer in tops for t, top in zip(answer["response_ids"], answer["top_ids"], strict=True)]
-    assert not all(chosen)  # the checkpoint's own `top_k` is 3
+    sampled = responses("a", temperature=1.0)
+    assert responses("b", temperature=1.0) == sampled
+    assert responses("c", temperature=1.0, seed=1) != sampled
+    assert responses("d", temperature=1.0, top_p=1e-6) == responses("e") == responses("f", seed=1)
+    assert responses("e") != sampled
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "num_top_logits": 2}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["answers.jsonl", "answers.jsonl.gz"])
-def test_a_killed_run_goes_on_to_the_same_file(project, tmp_path, stop_after, settings, name):
-    run(project, output=str(tmp_path / name), **settings)
-    output = tmp_path / "killed" / name
-    calls = stop_after(2)
-    with pytest.raises(KeyboardInterrupt):
-        run(project, output=str(output), **settings)
-    assert not output.exists()
-    (part,) = output.parent.iterdir()
-    part.write_bytes(part.read_bytes()[:-5])  # a line that was cut
-    calls = stop_after(3)
-    run(project, output=str(output), **settings)
-    assert len(calls) == 2  # the torn batch and the last
-    assert output.read_bytes() == (tmp_path / name).read_bytes()
-    assert list(output.parent.iterdir()) == [output]
+@one_target
+def test_the_targets_own_way_of_sampling_is_not_used(settings, target):
+    target.generation_config.update(do_sample=True, temperature=0.1, top_k=1, top_p=0.5)
+    target.generation_config.save_pretrained(settings["target"])
+    _, lines = answers(settings, temperature=5.0, num_top_logits=1)
+    tokens = [
+        (token, top[0]) for line in lines for token, top in zip(line["response_ids"], line["top_ids"], strict=True)
+    ]
+    assert any(token != likeliest for token, likeliest in tokens)
+    _, lines = answers(settings, output=settings["output"] + ".greedy", num_top_logits=1)
+    assert all([top[0] for top in line["top_ids"]] == line["response_ids"] for line in lines)
 
 
-def test_a_finished_file_is_not_made_again(project, monkeypatch):
-    run(project)
-    before = Path(project["output"]).stat()
-    leftover = Path(project["output"]).with_name(".answers.jsonl.part-0-of-1")
-    leftover.touch()
-    monkeypatch.setattr(engines.TransformersEngine, "__init__", None)
-    summary = run_generate_data(GenerateDataConfig(**project))
-    assert "is finished: 8 answers" in summary
-    assert Path(project["output"]).stat().st_mtime_ns == before.st_mtime_ns
-    assert not leftover.exists()
+class Killed(BaseException):
+    """Not an error that anybody handles."""
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"max_new_tokens": 10}, "`max_new_tokens` is 12 there and 10 now"),
-        ({"temperature": 0.5}, "`temperature` is 0.0 there and 0.5 now"),
-        ({"num_top_logits": 2}, "`num_top_logits` is 0 there and 2 now"),
-        ({"dtype": "bfloat16"}, "`dtype` is float32 there and bfloat16 now"),
-        ({"target_name": "org/other"}, "`target` is target there and org/other now"),
-        ({"num_prompts": 4}, "`prompts` is "),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-@pytest.mark.parametrize("finished", [True, False], ids=["finished", "begun"])
-def test_settings_are_not_mixed(project, stop_after, changes, named, finished):
-    stop_after(9 if finished else 1)
-    try:
-        run(project)
-    except KeyboardInterrupt:
-        assert not finished
-    with pytest.raises(ValueError, match=f"made with other settings: .*{named}"):
-        run(project, **changes)
+@one_target
+@pytest.mark.parametrize("settings_of", [{}, {"temperature": 1.0}, {"num_top_logits": 2}], ids=str)
+@pytest.mark.parametrize("after", [0, 1, 4, 9])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(settings, monkeypatch, settings_of, after):
+    settings = settings | settings_of
+    whole = settings["output"] + ".whole"
+    answers(settings, output=whole)
+    write = answer_files.AnswerWriter.write
+
+    def write_a_few(self, index, answer):
+        if len(written) == after:
+            self._file.write(b'7\t{"id": "to')
+            raise Killed
+        written.append(index)
+        write(self, index, answer)
+
+    written = []
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(answer_files.AnswerWriter, "write", write_a_few)
+        run_generate_data(GenerateDataConfig(**settings))
+    assert not Path(settings["output"]).exists()
+    rewritten = []
+    monkeypatch.setattr(
+        answer_files.AnswerWriter, "write", lambda *args: (rewritten.append(args[1]), write(*args)) and None
+    )
+    answers(settings)
+    assert sorted(written + rewritten) == list(range(len(TEXTS)))
+    assert Path(settings["output"]).read_bytes() == Path(whole).read_bytes()
 
 
-def test_a_greedy_run_may_go_on_with_smaller_batches(project, stop_after, tmp_path):
-    (_, answers), _ = run(project, output=str(tmp_path / "whole.jsonl"))
-    stop_after(1)
-    with pytest.raises(KeyboardInterrupt):
-        run(project)
-    stop_after(9)
-    assert run(project, batch_size=2)[0][1] == answers
+@one_target
+def test_a_full_disk_is_told_and_the_run_goes_on(settings, monkeypatch, capsys):
+    def full(self, index, answer):
+        raise self._failed(self.part, OSError(28, "No space left on device"))
 
-
-def test_a_full_disk_is_told_and_mended(project, monkeypatch, capsys):
-    """Through the command line: one line, status 1, and no output."""
-    arguments = ["generate-data", *(word for name, value in project.items() for word in (f"--{name}", str(value)))]
-
-    def full(self, line):
-        if line.startswith(b"4\t"):
-            raise self._failed(self.part, OSError(28, "No space left on device"))
-        return append(self, line)
-
-    append = answer_files.AnswerWriter._append
+    command = ["generate-data", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
     with monkeypatch.context() as patch:
-        patch.setattr(answer_files.AnswerWriter, "_append", full)
-        assert main(arguments) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "No space left on device" in error and "make room and start the same command again" in error
-    assert not Path(project["output"]).exists()
-    assert main(arguments) == 0
-    assert "8 answers of target in" in capsys.readouterr().out
+        patch.setattr(answer_files.AnswerWriter, "write", full)
+        assert main(command) == 1
+    assert "No space left on device). The answers so far are kept" in capsys.readouterr().err.splitlines()[-1]
+    assert main(command) == 0
+    assert f"10 answers of target in `{settings['output']}`" in capsys.readouterr().out
+
+
+@one_target
+def test_the_header_says_how_the_answers_were_made(settings, tmp_path):
+    header, _ = answers(settings, target_name="org/tiny", num_prompts=4, num_top_logits=1)
+    assert (header["schema"], header["target"], header["vocab_size"]) == (1, "org/tiny", 64)
+    assert header["settings"] | {"chat_template_hash": ""} == {
+        "thinking": "template",
+        "chat_template_hash": "",
+        "max_new_tokens": 14,
+        "do_sample": False,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": None,
+        "batch_size": None,
+        "num_top_logits": 1,
+        "engine": "transformers",
+        "dtype": "float32",
+        "generation_config": {"eos_token_id": [21, 40]},
+    }
+    assert header["prompts"]["count"] == 4 and "torch" in header["versions"]
+    header, _ = answers(settings, output=settings["output"] + ".gz", temperature=1.0)
+    assert header["target"] == "target" and str(tmp_path) not in json.dumps(header)
+    assert (header["settings"]["seed"], header["settings"]["batch_size"]) == (0, 3)
+
+
+@one_target
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "begun"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.5},
+        {"max_new_tokens": 15},
+        {"num_top_logits": 2},
+        {"dtype": "bfloat16"},
+        {"target_name": "org/other"},
+        {"num_prompts": 3},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_settings_are_not_mixed(settings, monkeypatch, finished, change):
+    if finished:
+        answers(settings)
+    else:
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="missing"):
+            patch.setattr(answer_files.AnswerWriter, "write", lambda *args: None)
+            run_generate_data(GenerateDataConfig(**settings))
+    monkeypatch.setattr(generate_data, "ENGINES", {"transformers": None})  # not even loaded
+    name = {"target_name": "target", "num_prompts": "prompts"}.get(*[next(iter(change))] * 2)
+    with pytest.raises(ValueError, match=f"`{name}` is .* there and .* now.*`--output`"):
+        run_generate_data(GenerateDataConfig(**settings | change))
+
+
+@one_target
+def test_what_does_not_change_greedy_answers_may_change(settings, monkeypatch):
+    before = answers(settings)
+    monkeypatch.setattr(generate_data, "ENGINES", {"transformers": None})  # not even loaded
+    config = GenerateDataConfig(**settings | {"batch_size": 1, "seed": 7})
+    leftover = Path(settings["output"]).with_name(".answers.jsonl.part-0-of-2")
+    leftover.touch()  # a run was killed while it removed its parts
+    assert "is finished: 10 answers" in run_generate_data(config)
+    assert not leftover.exists()
+    assert answers(settings) == before
+
+
+class RecordingEngine:
+    """Answers with the prompt, and keeps what it was asked."""
+
+    asked = []
+
+    def __init__(self, config, device):
+        RecordingEngine.asked = []
+
+    def answer(self, prompts, seeds):
+        self.asked.append((prompts, seeds))
+        return [{"response_ids": prompt} for prompt in prompts]
+
+
+@one_target
+def test_batches_are_of_like_length_the_longest_first(settings, monkeypatch):
+    monkeypatch.setattr(generate_data, "ENGINES", {"transformers": RecordingEngine})
+    answers(settings)
+    lengths = [len(prompt) for prompts, _ in RecordingEngine.asked for prompt in prompts]
+    assert lengths == sorted((len(text) + 1 for text in TEXTS), reverse=True)
+    assert [len(prompts) for prompts, _ in RecordingEngine.asked] == [3, 3, 3, 1]
+    seeds = [seed for _, seeds in RecordingEngine.asked for seed in seeds]
+    assert sorted(seeds) == list(range(len(TEXTS)))
+
+
+@one_target
+def test_progress_shows_the_speed_and_the_time_left(settings, capsys):
+    summary = run_generate_data(GenerateDataConfig(**settings))
+    bar = capsys.readouterr().err.splitlines()[-1]
+    assert "10/10" in bar and "tokens/s" in bar and "<00:00" in bar
+    assert "tokens/s" in summary
+
+
+@one_target
+def test_prompts_that_do_not_fit(settings):
+    with pytest.raises(ValueError, match="A prompt has 32 tokens.* 512 positions.*--max_prompt_tokens 12`"):
+        run_generate_data(GenerateDataConfig(**settings | {"max_new_tokens": 500}))
+    with pytest.raises(ValueError, match="no prompt of at most 1 tokens; the longest has 32"):
+        run_generate_data(GenerateDataConfig(**settings | {"max_prompt_tokens": 1}))
+    header, lines = answers(settings, max_prompt_tokens=5)
+    assert [line["id"] for line in lines] == ["p0", "p3", "p4", "p6", "p8", "p9"] and header["prompts"]["count"] == 6
+
+
+@one_target
+def test_a_target_that_cannot_be_asked_so(settings, tokenizer):
+    with pytest.raises(ValueError, match="`thinking` is 'off'"):
+        run_generate_data(GenerateDataConfig(**settings | {"thinking": "off"}))
+    tokenizer.chat_template = "{{ raise_exception('No such role.') }}"
+    tokenizer.save_pretrained(settings["target"])
+    with pytest.raises(ValueError, match="refuses the messages .*abc.*No such role"):
+        run_generate_data(GenerateDataConfig(**settings))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("change", "match"),
     [
-        ({"dtype": "int8"}, "`dtype` is 'int8'"),
-        ({"engine": "magic"}, "`engine` is 'magic'; allowed"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"engine": "llama.cpp"}, "allowed are 'transformers' and 'vllm'"),
         ({"batch_size": 0}, "`batch_size` is 0"),
-        ({"max_new_tokens": 0}, "`max_new_tokens` is 0"),
-        ({"temperature": -1}, "`temperature` is -1"),
-        ({"top_p": 0.5}, "`top_p` is 0.5, but greedy"),
-        ({"num_top_logits": 65}, "`num_top_logits` is 65; the vocabulary has only 64"),
-        ({"thinking": "on"}, "no `enable_thinking`"),
-        ({"max_prompt_tokens": 1}, "no prompt of at most 1 tokens; the longest has 20"),
-        ({"max_new_tokens": 500}, "20 tokens.*512 positions.*--max_prompt_tokens 12"),
-        ({"prompts": "none.jsonl"}, "No prompts at `none.jsonl`"),
+        ({"num_prompts": 0}, "`num_prompts` is 0"),
+        ({"temperature": -1.0}, "`temperature` is -1.0"),
+        ({"top_p": 0.5}, "give a `temperature`"),
+        ({"top_p": 0.0, "temperature": 1.0}, "`top_p` 0.0"),
+        ({"num_top_logits": -1}, "`num_top_logits` -1"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+    ids=str,
 )
-def test_what_cannot_be_is_refused_before_the_target_is_loaded(project, monkeypatch, changes, message):
-    monkeypatch.setattr(engines.TransformersEngine, "__init__", None)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run(project, **changes)
-    assert not Path(project["output"]).parent.exists()
+def test_bad_settings(change, match):
+    with pytest.raises(ValueError, match=match):
+        GenerateDataConfig(**{"target": "t", "prompts": "p", "output": "o"} | change)
 
 
-def test_long_prompts_are_left_out(project):
-    (header, answers), _ = run(project, max_prompt_tokens=5)
-    assert [answer["id"] for answer in answers] == ["p1", "p3", "p5", "p7"]
-    assert header["prompts"]["count"] == 4
+@one_target
+def test_more_top_logits_than_tokens(settings):
+    with pytest.raises(ValueError, match="`num_top_logits` is 65; the vocabulary has only 64"):
+        run_generate_data(GenerateDataConfig(**settings | {"num_top_logits": 65}))
 
 
-def test_batches_are_of_similar_length_the_longest_first(project, stop_after):
-    calls = stop_after(9)
-    run(project)
-    lengths = [len(prompt) for batch in calls for prompt in batch]
-    assert lengths == sorted(lengths, reverse=True)
-    assert [len(batch) for batch in calls] == [3, 3, 2]
+@one_target
+def test_prompts_from_a_folder_or_from_the_hub(settings, monkeypatch, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "sums.jsonl").write_text('{"prompt": "abc"}\n')
+    _, lines = answers(settings, prompts=str(tmp_path / "folder"), output=str(tmp_path / "a.jsonl"))
+    assert [(line["id"], line["source"]) for line in lines] == [(0, "sums")]
+    asked = []
+    datasets = SimpleNamespace(load_dataset=lambda *args, **kwargs: asked.append((args, kwargs)) or [{"q": "abc"}])
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    where = {"dataset_config": "main", "dataset_split": "test", "prompt_column": "q"}
+    _, lines = answers(settings, prompts="org/sums", output=str(tmp_path / "b.jsonl"), **where)
+    assert asked == [(("org/sums", "main"), {"split": "test"})]
+    assert [(line["id"], line["source"]) for line in lines] == [(0, "sums")]
+    with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
+        run_generate_data(GenerateDataConfig(**settings | {"prompts": "nowhere.jsonl"}))
 
 
-def test_prompts_from_the_hub(project, monkeypatch):
-    rows = [{"question": text} for text in TEXTS]
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *args, split: rows))
-    (_, answers), _ = run(project, prompts="org/sums", prompt_column="question", num_prompts=3)
-    assert [(answer["id"], answer["source"]) for answer in answers] == [(0, "sums"), (1, "sums"), (2, "sums")]
+# Training on it
 
 
-# vLLM
+@one_target
+def test_training_takes_the_file_for_its_own_target_only(settings, target, tokenizer):
+    header, lines = answers(settings, num_top_logits=2)
+    data = ResponseDataset(settings["output"], 64, max_length=12, tokenizer=tokenizer, target="org/target")
+    assert data.header == header
+    for line, example in zip((line for line in lines if len(line["prompt_ids"]) < 12), data, strict=True):
+        room = 12 - len(line["prompt_ids"])
+        for name in ("response_ids", "top_ids", "top_log_probs"):
+            assert example[name] == line[name][:room]
+    with pytest.raises(ValueError, match="answers.jsonl, line 1: these are answers of `target`, not of `org/other`"):
+        ResponseDataset(settings["output"], 64, target="org/other")
+    tokenizer.add_tokens(["more"])
+    with pytest.raises(ValueError, match="answers.jsonl, line 1: .* another vocabulary"):
+        ResponseDataset(settings["output"], 64, tokenizer=tokenizer)
 
 
-@pytest.fixture
-def vllm(monkeypatch):
-    """A stand-in for vLLM, whose answers count up from the prompt's length; what it was asked with."""
-    asked = SimpleNamespace()
-
-    class LLM:
-        def __init__(self, **settings):
-            asked.settings = settings
-
-        def get_default_sampling_params(self):
-            return SimpleNamespace(repetition_penalty=1.25)
-
-        def generate(self, prompts, sampling, use_tqdm):
-            asked.prompts, asked.sampling = prompts, sampling
-            results = []
-            for prompt, settings in zip(prompts, sampling, strict=True):
-                start = len(prompt["prompt_token_ids"])
-                ids = list(range(start, start + 3))
-                # The chosen token, unlikely, comes first, as in vLLM.
-                logprobs = [{i: SimpleNamespace(logprob=-9.0), 60: SimpleNamespace(logprob=-2.00004), 61: SimpleNamespace(logprob=-1.0)} for i in ids]  # fmt: skip
-                completion = SimpleNamespace(token_ids=tuple(ids), logprobs=logprobs if settings["logprobs"] else None)
-                results.append(SimpleNamespace(outputs=[completion]))
-            return results
-
-    module = SimpleNamespace(LLM=LLM, SamplingParams=dict, TokensPrompt=dict)
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    return asked
+# vLLM, whose interface a stand-in has
 
 
-def test_vllm_answers(project, vllm):
-    (header, answers), _ = run(project, engine="vllm", batch_size=None, num_top_logits=2, temperature=0.5, seed=7)
+@dataclass
+class Logprob:
+    logprob: float
+
+
+class LLM:
+    def __init__(self, **settings):
+        self.settings = settings
+
+    def get_default_sampling_params(self):
+        return SimpleNamespace(repetition_penalty=1.1)
+
+    def generate(self, prompts, params, use_tqdm):
+        LLM.asked = prompts, params, self.settings
+        step = {9: Logprob(-2.0), 5: Logprob(-0.123456), 7: Logprob(-1.0)}  # 9 was drawn
+        completion = SimpleNamespace(token_ids=(9, 21), logprobs=[step, step])
+        return [SimpleNamespace(outputs=[completion]) for _ in prompts]
+
+
+@one_target
+def test_vllm(settings, monkeypatch):
+    vllm = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, TokensPrompt=dict)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    header, lines = answers(
+        settings | {"batch_size": None}, engine="vllm", temperature=0.8, top_p=0.9, num_top_logits=2, seed=3
+    )
     assert header["settings"]["engine"] == "vllm"
-    for answer in answers:
-        length = len(answer["prompt_ids"])
-        assert answer["response_ids"] == [length, length + 1, length + 2]
-        assert answer["top_ids"] == [[61, 60]] * 3 and answer["top_log_probs"] == [[-1.0, -2.0]] * 3
-    assert vllm.settings["model"] == project["target"] and vllm.settings["max_logprobs"] == 2
-    assert len(vllm.prompts) == 8
-    settings = vllm.sampling[0]
-    assert settings["repetition_penalty"] == 1.25  # the target's own
-    assert settings["logprobs"] == 2 and settings["temperature"] == 0.5 and settings["max_tokens"] == 12
-    assert sorted(settings["seed"] for settings in vllm.sampling) == list(range(7, 15))
+    assert [line["id"] for line in lines] == [f"p{i}" for i in range(len(TEXTS))]
+    assert all(line["response_ids"] == [9, 21] for line in lines)
+    assert lines[0]["top_ids"] == [[5, 7]] * 2 and lines[0]["top_log_probs"] == [[-0.1235, -1.0]] * 2
+    prompts, params, model = LLM.asked
+    assert (model["model"], model["dtype"]) == (settings["target"], "float32")
+    assert len(prompts) == len(TEXTS) and len({p.seed for p in params}) == len(TEXTS)
+    first = params[0]
+    assert (first.temperature, first.top_p, first.max_tokens, first.logprobs) == (0.8, 0.9, 14, 2)
+    assert first.repetition_penalty == 1.1
 
 
-def test_vllm_without_likeliest_tokens(project, vllm):
-    (_, answers), _ = run(project, engine="vllm")
-    assert all(set(answer) == {"id", "source", "prompt_ids", "response_ids"} for answer in answers)
-    assert vllm.sampling[0]["logprobs"] is None and vllm.sampling[0]["temperature"] == 0
-
-
-def test_vllm_must_be_installed(project, monkeypatch):
+@one_target
+def test_vllm_that_is_not_there(settings, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match="`engine` is 'vllm'.*`pip install vllm`"):
-        run(project, engine="vllm")
+    with pytest.raises(ImportError, match="`engine` is 'vllm'.*`pip install vllm`.*--engine transformers"):
+        run_generate_data(GenerateDataConfig(**settings | {"engine": "vllm"}))
+    state = SimpleNamespace(num_processes=2)
+    monkeypatch.setattr(generate_data, "PartialState", lambda **kwargs: state)
+    with pytest.raises(ValueError, match="'vllm' in 2 processes"):
+        run_generate_data(GenerateDataConfig(**settings | {"engine": "vllm"}))
+    assert engines.ENGINES.keys() == {"transformers", "vllm"}
 
 
 # Several processes, and the real target
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "num_top_logits": 2}], ids=["greedy", "sampled"])
-def test_two_processes_make_the_same_file_and_go_on_after_one(project, tmp_path, stop_after, settings):
-    run(project, output=str(tmp_path / "alone.jsonl"), **settings)
-    stop_after(1)
-    with pytest.raises(KeyboardInterrupt):
-        run(project, **settings)
-    options = [word for name, value in (project | settings).items() for word in (f"--{name}", str(value))]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "d3d_cli"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(
-        [*launch, "generate-data", *options], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.count("8 answers of target in") == 1
-    assert Path(project["output"]).read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
-    assert os.listdir(Path(project["output"]).parent) == ["answers.jsonl"]
+def d3d(settings, *launcher):
+    """Runs `d3d generate-data` in a process of its own, or in several."""
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "-m", "d3d_cli", "generate-data", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 @pytest.mark.slow
-def test_the_real_target(tmp_path, capsys):
-    from transformers_d3d.demo import TARGET_NAME, demo_target_folder
+@one_target
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_processes_write_what_one_writes(settings, tmp_path, temperature):
+    settings = settings | {"temperature": temperature, "num_top_logits": 2}
+    answers(settings)
+    shared = settings | {"output": str(tmp_path / "shared.jsonl")}
+    run = d3d(shared, *TORCHRUN)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("answers of target in") == 1
+    expected = Path(settings["output"]).read_bytes()
+    assert Path(shared["output"]).read_bytes() == expected
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+@one_target
+def test_two_processes_go_on_where_one_was_killed(settings, tmp_path, monkeypatch):
+    answers(settings, output=str(tmp_path / "whole.jsonl"))
+    write, written = answer_files.AnswerWriter.write, []
+
+    def write_a_few(self, index, answer):
+        if len(written) == 4:
+            raise Killed
+        written.append(index)
+        write(self, index, answer)
+
+    monkeypatch.setattr(answer_files.AnswerWriter, "write", write_a_few)
+    with pytest.raises(Killed):
+        run_generate_data(GenerateDataConfig(**settings))
+    run = d3d(settings, *TORCHRUN)
+    assert run.returncode == 0, run.stderr
+    assert Path(settings["output"]).read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+    refused = d3d(settings | {"max_new_tokens": 9}, *TORCHRUN)
+    assert refused.returncode != 0 and "`max_new_tokens` is 14 there and 9 now" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_real_target(tmp_path):
+    from transformers_d3d.demo import demo_target_folder
 
     folder = demo_target_folder()
-    questions = ["What is the capital of France?", "Name a colour.", "Count to five.", "What is 2 + 2? Explain."]
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl.gz"
-    prompts.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
-    options = {
-        "target": folder, "target_name": TARGET_NAME, "prompts": prompts, "output": output, "max_new_tokens": 16,
-        "batch_size": 2, "num_top_logits": 4, "device": "cpu",
-    }  # fmt: skip
-    assert (
-        main(["generate-data", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]) == 0
-    )
-    assert f"4 answers of {TARGET_NAME} in" in capsys.readouterr().out
+    questions = ["What is 3 plus 4?", "Name a colour.", "Write one line about the sea, please.", "Say hello."]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
+    output = tmp_path / "answers.jsonl.gz"
+    settings = {
+        "target": folder,
+        "prompts": tmp_path / "asked.jsonl",
+        "output": output,
+        "max_new_tokens": 16,
+        "num_top_logits": 4,
+        "target_name": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "device": "cpu",
+    }
+    run = d3d(settings)
+    assert run.returncode == 0, run.stderr
+    assert "tokens/s" in run.stderr and "4 answers of HuggingFaceTB/SmolLM2-135M-Instruct" in run.stdout
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data = ResponseDataset(output, len(tokenizer), tokenizer=tokenizer, target=TARGET_NAME)
-    assert "Paris" in tokenizer.decode(data[0]["response_ids"])
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for question, answer in zip(questions, data, strict=True):
-        inputs = encode_prompt(tokenizer, question)
-        output = target.generate(**inputs, do_sample=False, max_new_tokens=16)[0, inputs["input_ids"].shape[1] :]
-        assert answer["response_ids"] == output.tolist() == [top[0] for top in answer["top_ids"]]
+    data = ResponseDataset(output, tokenizer=tokenizer, target=folder.name, vocab_size=len(tokenizer))
+    assert len(data) == 4 and data.header["settings"]["num_top_logits"] == 4
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    for text, example in zip(questions, data, strict=True):
+        alone = target.generate(**encode_prompt(tokenizer, text), do_sample=False, max_new_tokens=16)[0].tolist()
+        assert example["prompt_ids"] + example["response_ids"] == alone
+        assert [ids[0] for ids in example["top_ids"]] == example["response_ids"]
+    assert "Nothing to do" in d3d(settings).stdout
