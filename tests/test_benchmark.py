@@ -62,6 +62,21 @@ def test_sampling_is_measured_too(pair):
     assert record["summary"]["mean_acceptance_length"] >= 1
 
 
+def test_what_a_command_leaves_out_is_the_drafters_own(pair, tmp_path):
+    def steps(**settings):
+        record = run_benchmark(BenchmarkConfig(**pair, num_prompts=1, max_new_tokens=8, **settings))
+        assert record["summary"]["identical_outputs"] == "1/1"
+        return record["setting"]["num_denoising_steps"], record["setting"]["num_successors"]
+
+    config_file = Path(pair["drafter"]) / "config.json"
+    config = json.loads(config_file.read_text()) | {"num_denoising_steps": 2, "num_successors": 3}
+    config_file.write_text(json.dumps(config))
+    assert steps() == (2, 3)
+    assert steps(num_denoising_steps=3, num_successors=1) == (3, 1)
+    with pytest.raises(ValueError, match="`num_denoising_steps` is 4; it must be between 1 and .* here 3"):
+        steps(num_denoising_steps=4)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

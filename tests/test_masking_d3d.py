@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from transformers_d3d.masking_d3d import TRUNK, Rows, mask_rows, successor_rows, trunk_rows, visible
+from transformers_d3d.masking_d3d import TRUNK, Rows, flex_mask, mask_rows, successor_rows, trunk_rows, visible
 
 LENGTHS = (12, 7)
 
@@ -81,6 +81,25 @@ def test_visible_equals_the_naive_twin(layout, block_attention, window):
     rows, tokens = layout
     expected = [[sees(query, key, block_attention, window) for key in tokens] for query in tokens]
     assert visible(rows, rows, block_attention, window).tolist() == expected
+
+
+@pytest.mark.parametrize("window", [None, 1, 4], ids=lambda window: f"window-{window}")
+@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
+def test_flex_attention_has_the_same_rule(layout, block_attention, window):
+    rows, _ = layout
+    mask = flex_mask(rows[3:], rows, block_attention, window)
+    indices = torch.arange(len(rows) - 3)[:, None], torch.arange(len(rows))[None, :]
+    zero = torch.tensor(0)
+    assert mask.seq_lengths == (len(rows) - 3, len(rows))
+    assert torch.equal(mask.mask_mod(zero, zero, *indices), visible(rows[3:], rows, block_attention, window))
+
+
+def test_flex_attention_skips_what_no_row_sees():
+    clean, blocks = trunk_rows(torch.arange(512)), mask_rows(torch.arange(0, 512, 4), 8)
+    mask = flex_mask(blocks, clean + blocks)
+    seen = visible(blocks, clean + blocks).unflatten(0, (-1, 128)).unflatten(-1, (-1, 128)).any(dim=(1, 3))
+    assert torch.equal(mask.to_dense()[0, 0].bool(), seen)
+    assert 0 < seen.sum() < seen.numel() / 2
 
 
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])

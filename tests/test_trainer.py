@@ -5,11 +5,13 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, GenerationConfig
+from torch.nn.attention import flex_attention as flex
+from transformers import AutoConfig, AutoModel, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from transformers_d3d import D3DDrafterModel
 from transformers_d3d.acceptance import simulate_acceptance
@@ -17,7 +19,14 @@ from transformers_d3d.data import BlockCollator
 from transformers_d3d.lora import add_lora, merge_lora
 from transformers_d3d.modeling_d3d import ADAPTER_FILE
 from transformers_d3d.objective import IGNORE
-from transformers_d3d.trainer import D3DTrainer, DrafterArguments, make_trainer, train, training_loss
+from transformers_d3d.trainer import (
+    D3DTrainer,
+    DrafterArguments,
+    _packed_attention,
+    make_trainer,
+    train,
+    training_loss,
+)
 from transformers_d3d.training_args import D3DTrainingArguments
 
 BLOCK = 4
@@ -465,6 +474,78 @@ def test_evaluate(successor, tmp_path):
     assert "test_acceptance_length" in other
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Lets `flex_attention` run without a compiler, and backwards on a CPU; returns the masks that it was given."""
+    masks = []
+
+    def uncompiled(query, key, value, training=False, **kwargs):
+        masks.append(kwargs["block_mask"])
+        return flex.flex_attention(query, key, value, **kwargs)
+
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", uncompiled)
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    return masks
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize(("rank", "checkpointing"), [(0, False), (0, True), (2, False)])
+def test_flex_attention_trains_as_a_dense_mask_does(targets, tmp_path, interpreted, name, rank, checkpointing):
+    trained = {}
+    for kind in ("sdpa", "flex_attention"):
+        drafter = fresh(targets[name], rank)
+        args = arguments(
+            tmp_path, max_steps=2, learning_rate=1e-3, packed_attention=kind, activation_checkpointing=checkpointing
+        )
+        D3DTrainer(drafter, args, train_dataset=random_examples()).train()
+        assert bool(interpreted) == (kind == "flex_attention")
+        trained[kind] = weights(drafter)
+        assert drafter.model.config._attn_implementation == "sdpa"  # for drafting
+    before = weights(fresh(targets[name], rank))
+    assert any(not torch.equal(tensor, before[key]) for key, tensor in trained["sdpa"].items())
+    for key, tensor in trained["sdpa"].items():
+        torch.testing.assert_close(trained["flex_attention"][key], tensor, atol=2e-5, rtol=1e-4, msg=key)
+
+
+def test_which_attention_trains(targets, tmp_path, monkeypatch):
+    def choice(**settings):
+        drafter = fresh(targets["llama"], 0)
+        args = arguments(tmp_path, **settings)
+        D3DTrainer(drafter, args, train_dataset=random_examples())
+        return _packed_attention(drafter, args)
+
+    assert choice() == "sdpa" and choice(packed_attention="flex_attention") == "flex_attention"
+    drafter = fresh(targets["llama"], 0)
+    on_cuda = SimpleNamespace(packed_attention="auto", device=torch.device("cuda"))
+    assert _packed_attention(drafter, on_cuda) == "flex_attention"
+    drafter.model.config._attn_implementation = "eager"  # chosen by the user
+    assert _packed_attention(drafter, on_cuda) == "eager"
+    monkeypatch.setattr(type(drafter.model), "_supports_flex_attn", False)
+    assert choice() == "sdpa"
+    with pytest.raises(ValueError, match="'flex_attention', but the backbone `llama` doesn't support it.*'sdpa'"):
+        choice(packed_attention="flex_attention")
+    with pytest.raises(ValueError, match="`packed_attention` is 'flash'; allowed are"):
+        arguments(tmp_path, packed_attention="flash")
+
+
+@pytest.mark.gpu
+def test_flex_attention_trains_on_cuda_as_a_dense_mask_does(tmp_path):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16
+    )
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(config)
+    trained = []
+    for kind in ("sdpa", "flex_attention"):
+        drafter = fresh(target, 0)
+        settings = {"use_cpu": False, "max_steps": 2, "learning_rate": 1e-3, "packed_attention": kind}
+        D3DTrainer(drafter, arguments(tmp_path, **settings), train_dataset=random_examples(response=200)).train()
+        trained.append(weights(drafter))
+    for key, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][key], tensor, atol=1e-4, rtol=1e-3, msg=key)
+
+
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["full", "lora"])
 def test_activation_checkpointing_changes_nothing(targets, tmp_path, lora_rank):
     def run(**settings):
@@ -624,9 +705,18 @@ def test_train_takes_layers_sources_and_no_evaluation(project):
     assert loaded.config.block_attention == "bidirectional"
 
 
+def test_a_drafter_is_trained_for_its_denoising_steps(project):
+    output = project / "drafter"
+    settings = {"mask_adapter_rank": 2, "num_denoising_steps": BLOCK - 1}
+    train(drafter_arguments(project, **settings), arguments(output, max_steps=1, reveal_rate=0.5))
+    assert AutoConfig.from_pretrained(output).num_denoising_steps == BLOCK - 1
+    with pytest.raises(ValueError, match=f"`num_denoising_steps` is {BLOCK}; it must be between 1 and"):
+        make_trainer(drafter_arguments(project, **settings | {"num_denoising_steps": BLOCK}), arguments(output))
+
+
 def test_train_goes_on_from_its_last_checkpoint(project):
     output = project / "drafter"
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
     rank = {"mask_adapter_rank": 2}
     train(drafter_arguments(project, **rank), arguments(output, **settings))
     whole = load_file(output / ADAPTER_FILE)
@@ -634,7 +724,12 @@ def test_train_goes_on_from_its_last_checkpoint(project):
         path.unlink()
     (output / "checkpoint-4").rmdir()
     (output / ADAPTER_FILE).unlink()
+    state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())
+    assert 0 < state["log_history"][-1]["seconds"] < 100
+    state["log_history"][-1]["seconds"] = 1000.0  # as if those steps had been slow
+    (output / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
     train(drafter_arguments(project, **rank), arguments(output, resume_from_checkpoint="true", **settings))
+    assert 1000 < json.loads((output / "training.json").read_text())["seconds"] < 1100
     resumed = load_file(output / ADAPTER_FILE)
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())

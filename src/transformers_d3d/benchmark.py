@@ -12,11 +12,19 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from .acceptance import Acceptance, simulate_acceptance
-from .configuration_d3d import D3DDrafterConfig
+from .configuration_d3d import D3DDrafterConfig, denoising_parts
 from .modeling_d3d import is_adapter
 from .prompts import encode_prompt, read_prompts
 from .records import command, hardware, versions, write_json
 from .report_d3d import DraftReport
+
+# Fields of the drafter's configuration that a command can set.
+DRAFTING = ("overlap", "num_successors", "outcome_selection", "overlap_threads", "num_denoising_steps")
+
+
+def drafting_settings(config) -> dict:
+    """Those of `DRAFTING` that a command's settings give; what is `None` stays the drafter's own."""
+    return {name: value for name in DRAFTING if (value := getattr(config, name, None)) is not None}
 
 
 def check_dtype(dtype: str) -> None:
@@ -49,6 +57,9 @@ class BenchmarkConfig:
     outcome_selection: str = field(
         default="likeliest", metadata={"help": "Outcomes prepared for: likeliest or fan_out."}
     )
+    num_denoising_steps: int | None = field(
+        default=None, metadata={"help": "Passes that draft a block. Default: the drafter's own."}
+    )
     num_threads: int | None = field(default=None, metadata={"help": "Intra-op threads of the target. Default: all."})
     overlap_threads: int | None = field(default=None, metadata={"help": "Those of the drafter with --overlap thread."})
     num_warmup_prompts: int = field(default=1, metadata={"help": "Prompts answered first and not counted."})
@@ -56,7 +67,9 @@ class BenchmarkConfig:
 
     def __post_init__(self):
         check_dtype(self.dtype)
-        D3DDrafterConfig(**self.drafting)  # refuses what is not allowed, before any model is loaded
+        D3DDrafterConfig(
+            **drafting_settings(self) | {"num_denoising_steps": 1}
+        )  # refuses what is not allowed, before any model is loaded
         if self.num_prompts < 1 or self.max_new_tokens < 2:
             raise ValueError(
                 f"`num_prompts` is {self.num_prompts} (it must be at least 1) and `max_new_tokens` is "
@@ -66,12 +79,6 @@ class BenchmarkConfig:
             raise ValueError(f"`num_threads` is {self.num_threads}; it must be at least 1.")
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or positive.")
-
-    @property
-    def drafting(self) -> dict:
-        """The settings that are the drafter's."""
-        names = ("overlap", "num_successors", "outcome_selection", "overlap_threads")
-        return {name: getattr(self, name) for name in names}
 
 
 class BenchmarkRecord(dict):
@@ -121,7 +128,7 @@ def _run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
     prompts = read_prompts(config.prompts, config.num_prompts + config.num_warmup_prompts)
     tokenizer = AutoTokenizer.from_pretrained(config.target)
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype).to(config.device)
-    drafter = load_drafter(config.drafter, target, **config.drafting)
+    drafter = load_drafter(config.drafter, target, **drafting_settings(config))
     encoded = [encode_prompt(tokenizer, prompt["messages"], config.device) for prompt in prompts]
     warmup, counted = encoded[: config.num_warmup_prompts], encoded[config.num_warmup_prompts :]
     if not counted:
@@ -140,7 +147,7 @@ def _run_benchmark(config: BenchmarkConfig) -> BenchmarkRecord:
         "attn_implementation": target.config._attn_implementation,
         "batch_size": 1,
         "seed": config.seed,
-        **config.drafting,
+        **{name: getattr(drafter.config, name) for name in DRAFTING},
         "overlap": drafter.report.mode,
         "overlap_reason": drafter.report.reason,
         "warmup_prompts": config.num_warmup_prompts,
@@ -176,10 +183,15 @@ def load_drafter(name: str, target, **settings):
         name (`str`): The drafter: an id on the Hub or a folder.
         target (`PreTrainedModel`): The target.
         settings: Fields of the drafter's configuration to set.
+
+    Raises:
+        `ValueError`: If there are more denoising steps than draft tokens.
     """
     over_target = is_adapter(name) and AutoConfig.from_pretrained(name).base_model_name_or_path is None
     weights = {"base_model": target} if over_target else {"dtype": target.dtype}
-    return AutoModel.from_pretrained(name, **weights, **settings).to(target.device)
+    drafter = AutoModel.from_pretrained(name, **weights, **settings).to(target.device)
+    denoising_parts(drafter.config.block_size, drafter.config.num_denoising_steps)  # refuses what cannot be
+    return drafter
 
 
 def measure_prompt(target, drafter, inputs: dict, config: BenchmarkConfig) -> dict:

@@ -119,14 +119,41 @@ def visible(query: Rows, key: Rows, block_attention: str = "causal", window: int
         `torch.BoolTensor` of shape `(num_queries, num_keys)`: True where the query sees the key. Every row sees
         itself, so that no softmax runs over nothing.
     """
-    q_position, q_block, q_start, q_is_mask, q_sequence = (field.unsqueeze(1) for field in query.fields())
-    k_position, k_block, _, _, k_sequence = (field.unsqueeze(0) for field in key.fields())
-    on_trunk = (k_block == TRUNK) & (k_position < q_start)
-    within = k_position <= q_position
+    queries, keys = (field.unsqueeze(1) for field in query.fields()), (field.unsqueeze(0) for field in key.fields())
+    return _sees(Rows(*queries), Rows(*keys), block_attention, window)
+
+
+def flex_mask(query: Rows, key: Rows, block_attention: str = "causal", window: int | None = None):
+    """The rule of [`visible`] as the mask of PyTorch's `flex_attention`, which skips what no row sees.
+
+    Args:
+        query, key, block_attention, window: As in [`visible`].
+
+    Returns:
+        `torch.nn.attention.flex_attention.BlockMask` for one sequence of `num_queries` by `num_keys`, for all heads.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    queries, keys = query.fields(), key.fields()
+
+    def sees(batch, head, q_index, k_index):
+        one_query, one_key = (field[q_index] for field in queries), (field[k_index] for field in keys)
+        return _sees(Rows(*one_query), Rows(*one_key), block_attention, window)
+
+    device = query.position.device
+    # Compiled it never holds the whole mask; where nothing is compiled the rows are few.
+    compiled = device.type == "cuda"
+    return create_block_mask(sees, None, None, len(query), len(key), device=device, _compile=compiled)
+
+
+def _sees(query: Rows, key: Rows, block_attention: str, window: int | None) -> torch.Tensor:
+    """The rule of [`visible`] for rows whose fields broadcast."""
+    on_trunk = (key.block == TRUNK) & (key.position < query.start)
+    within = key.position <= query.position
     if block_attention == "bidirectional":
-        within = within | q_is_mask
-    in_block = (k_block == q_block) & (q_block != TRUNK) & within
-    sees = (on_trunk | in_block) & (k_sequence == q_sequence)
+        within = within | query.is_mask
+    in_block = (key.block == query.block) & (query.block != TRUNK) & within
+    sees = (on_trunk | in_block) & (key.sequence == query.sequence)
     if window is not None:
-        sees = sees & (q_position - k_position < window)
+        sees = sees & (query.position - key.position < window)
     return sees

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from .cache_d3d import RollbackCache
 from .configuration_d3d import D3DDrafterConfig, check_backbone, check_mask_token, choose_mask_token
 from .generation_d3d import D3DCandidateGenerator, check_pair
-from .masking_d3d import Rows, mask_rows, trunk_rows, visible
+from .masking_d3d import Rows, flex_mask, mask_rows, trunk_rows, visible
 
 logger = logging.get_logger(__name__)
 
@@ -149,7 +149,7 @@ class D3DDrafterModel(PreTrainedModel):
         """An empty cache for [`~D3DDrafterModel.forward`]."""
         return RollbackCache(self.config.text_config.num_hidden_layers, initial_capacity)
 
-    def attention_mask(self, query: Rows, key: Rows) -> torch.Tensor | dict[str, torch.Tensor]:
+    def attention_mask(self, query: Rows, key: Rows):
         """The mask of a call in the form that the backbone takes.
 
         Args:
@@ -157,7 +157,8 @@ class D3DDrafterModel(PreTrainedModel):
             key (`Rows` of shape `(num_keys,)`): The cached rows, then those of the call.
 
         Returns:
-            `torch.Tensor` of shape `(1, 1, num_queries, num_keys)`, or one such mask for each layer type.
+            `torch.Tensor`, or for `flex_attention` a `BlockMask`, of shape `(1, 1, num_queries, num_keys)`; or one such
+            mask for each layer type.
         """
         text_config = self.config.text_config
         layer_types = set(getattr(text_config, "layer_types", None) or ())
@@ -171,9 +172,13 @@ class D3DDrafterModel(PreTrainedModel):
         # Only backbones with mixed layers take a mask for each type; one for all of them is taken by every backbone.
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _one_mask(self, query: Rows, key: Rows, window: int | None) -> torch.Tensor:
+    def _one_mask(self, query: Rows, key: Rows, window: int | None):
+        # The backbone's own choice: Gemma 2 never takes another than "eager", and training on CUDA takes "flex_attention".
+        kind = self.model.config._attn_implementation
+        if kind == "flex_attention":
+            return flex_mask(query, key, self.config.block_attention, window)
         mask = visible(query, key, self.config.block_attention, window)[None, None]
-        if self.model.config._attn_implementation == "eager":  # the backbone's own: Gemma 2 never takes another
+        if kind == "eager":
             dtype = self.dtype
             return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
         return mask

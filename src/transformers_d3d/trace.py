@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .benchmark import check_dtype, load_drafter
+from .benchmark import check_dtype, drafting_settings, load_drafter
 from .plotting import chrome_trace, plot_trace
 from .prompts import encode_prompt
 from .records import write_json
@@ -33,6 +33,9 @@ class TraceConfig:
     num_successors: int | None = field(
         default=None, metadata={"help": "Successors of a packed pass. Default: 16, or 0."}
     )
+    num_denoising_steps: int | None = field(
+        default=None, metadata={"help": "Passes that draft a block. Default: the drafter's own."}
+    )
     num_threads: int | None = field(default=None, metadata={"help": "Intra-op threads of the target. Default: all."})
     overlap_threads: int | None = field(default=None, metadata={"help": "Those of the drafter with --overlap thread."})
     first_round: int = field(default=0, metadata={"help": "First round to draw; 0 is the prefill."})
@@ -58,8 +61,7 @@ def run_trace(config: TraceConfig) -> str:
         torch.set_num_threads(config.num_threads)
     tokenizer = AutoTokenizer.from_pretrained(config.target)
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.dtype).to(config.device)
-    names = ("overlap", "num_successors", "overlap_threads")
-    drafter = load_drafter(config.drafter, target, **{name: getattr(config, name) for name in names})
+    drafter = load_drafter(config.drafter, target, **drafting_settings(config))
     drafter = drafter.to(config.drafter_device or config.device)
     inputs = encode_prompt(tokenizer, config.prompt, config.device)
     for _ in range(2):

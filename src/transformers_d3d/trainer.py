@@ -1,5 +1,6 @@
 """Training a drafter: the objective on packed blocks, through `transformers.Trainer`."""
 
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers.utils import logging
 
 from .acceptance import simulate_acceptance
 from .answer_files import short_name
+from .configuration_d3d import denoising_parts
 from .data import BlockCollator, ResponseDataset
 from .lora import has_adapters, has_lora, load_lora, merge_lora, save_adapters
 from .masking_d3d import mask_rows, trunk_rows
@@ -100,6 +102,26 @@ def _teacher(
     return tuple(part[index] for part in top_log_probs(drafter.logits, clean_hidden[needed], num_top))
 
 
+def trained_seconds(history: list[dict]) -> float:
+    """How long a training has taken, evaluations included, by its log."""
+    return next((entry["seconds"] for entry in reversed(history) if "seconds" in entry), 0.0)
+
+
+def _packed_attention(drafter: D3DDrafterModel, args: D3DTrainingArguments) -> str:
+    """The attention of training steps: the one that was asked for, or the best."""
+    backbone = drafter.model
+    can_flex = backbone._supports_flex_attn and not getattr(backbone.config, "attention_dropout", 0)
+    if args.packed_attention == "flex_attention" and not can_flex:
+        raise ValueError(
+            f"`packed_attention` is 'flex_attention', but the backbone `{backbone.config.model_type}` doesn't support it, or "
+            "has attention dropout, which it cannot do; use 'sdpa'."
+        )
+    if args.packed_attention != "auto":
+        return args.packed_attention
+    own = backbone.config._attn_implementation
+    return "flex_attention" if own == "sdpa" and can_flex and args.device.type == "cuda" else own
+
+
 class D3DTrainer(Trainer):
     """Trains a [`D3DDrafterModel`] on a target's responses ([`ResponseDataset`]).
 
@@ -138,6 +160,31 @@ class D3DTrainer(Trainer):
         kwargs.setdefault("data_collator", self.collator.pack)
         super().__init__(model=model, args=args, **kwargs)
         self.model_accepts_loss_kwargs = False
+        self._attention = _packed_attention(model, args)
+        self._last_log = None  # when, in this process
+
+    def log(self, logs, start_time=None):
+        """Logs as ever, with `seconds`: the time of the whole training, those of the runs before a resume included."""
+        if self._last_log is not None:
+            now = time.perf_counter()
+            logs["seconds"] = round(trained_seconds(self.state.log_history) + now - self._last_log, 1)
+            self._last_log = now
+        super().log(logs, start_time)
+
+    def train(self, *args, **kwargs):
+        """Trains as `Trainer` does."""
+        self._last_log = time.perf_counter()
+        return super().train(*args, **kwargs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """A step as ever, with `packed_attention` in its forward and backward pass, where layers may be recomputed."""
+        config = self.accelerator.unwrap_model(model).model.config
+        own = config._attn_implementation
+        config._attn_implementation = self._attention
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            config._attn_implementation = own
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The objective of one batch, whose blocks are drawn now.
@@ -224,6 +271,10 @@ class DrafterArguments:
         default=None, metadata={"help": "Rows of a block, its anchor included. Default: 8."}
     )
     block_attention: str | None = field(default=None, metadata={"help": "causal (the default) or bidirectional."})
+    num_denoising_steps: int | None = field(
+        default=None,
+        metadata={"help": "Passes that draft a block, kept in the checkpoint. Default: the start's own, or 1."},
+    )
     layers: list[int] | None = field(default=None, metadata={"help": "Layers of the start to keep. Default: all."})
     mask_adapter_rank: int | None = field(
         default=None,
@@ -266,6 +317,9 @@ def make_trainer(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> 
         save_adapter=drafter_args.save_adapter,
         **{name: getattr(drafter_args, name) for name in START_SETTINGS},
     )
+    if drafter_args.num_denoising_steps is not None:
+        denoising_parts(drafter.config.block_size, drafter_args.num_denoising_steps)  # refuses what cannot be
+        drafter.config.num_denoising_steps = drafter_args.num_denoising_steps
     if args.bf16 and drafter.config.mask_adapter_rank > 0:
         # The frozen base is cast once, here, and not at every use.
         adapter = drafter.adapter_state_dict()
@@ -301,7 +355,7 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
     trainer = make_trainer(drafter_args, args)
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     resume = args.resume_from_checkpoint
-    result = trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
+    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
     if has_lora(drafter) and not drafter_args.save_adapter:
         merge_lora(drafter)
@@ -324,7 +378,7 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
             "train_header": trainer.train_dataset.header,
         },
         "steps": trainer.state.global_step,
-        "seconds": round(result.metrics["train_runtime"], 1),
+        "seconds": trained_seconds(trainer.state.log_history),
         "final": metrics,
         "history": trainer.state.log_history,
     }

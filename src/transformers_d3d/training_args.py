@@ -51,8 +51,20 @@ class D3DTrainingArguments(TrainingArguments):
         metadata={"help": "Share of the blocks that are trained for a later denoising step, with a part revealed."},
     )
 
+    packed_attention: str = field(
+        default="auto",
+        metadata={
+            "help": "Attention in training steps: flex_attention, which skips what no row sees, sdpa with a dense mask, or "
+            "auto: the first on CUDA where the backbone can, else the drafter's own."
+        },
+    )
+
     def __post_init__(self):
         super().__post_init__()
+        if self.packed_attention not in ("auto", "flex_attention", "sdpa"):
+            raise ValueError(
+                f"`packed_attention` is {self.packed_attention!r}; allowed are 'auto', 'flex_attention' and 'sdpa'."
+            )
         if self.num_anchors < 1:
             raise ValueError(f"`num_anchors` is {self.num_anchors}; it must be at least 1.")
         if self.loss_weighting not in ("uniform", "exponential", "dpace"):
