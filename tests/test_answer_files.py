@@ -70,6 +70,19 @@ def test_going_on_after_a_kill_at_any_byte(tmp_path):
         assert path.read_bytes() == expected
 
 
+def test_two_runs_do_not_write_one_file(path):
+    first, second = AnswerWriter(path, HEADER, 5), AnswerWriter(path, HEADER, 5, 0, 2)
+    with first:
+        first.write(0, ANSWERS[0])
+        with pytest.raises(ValueError, match="Another run is writing .*another `--output`"), second:
+            pass
+        with AnswerWriter(path, HEADER, 5, 1, 2):  # another process of the same run
+            pass
+    with AnswerWriter(path, HEADER, 5) as third:
+        assert third.done == {0}
+    assert not list(path.parent.glob("*lock*"))
+
+
 def test_a_finished_file_is_left_alone(path):
     write(path, range(5)).finish()
     before = path.read_bytes()

@@ -12,6 +12,8 @@ import os
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from .json_lines import read_json_lines
 
 SCHEMA = 1
@@ -106,13 +108,14 @@ class AnswerWriter:
         finished (`bool`): Whether the file is there and whole.
 
     Raises:
-        `ValueError`: If the file or a part was made with other settings; names them.
+        `ValueError`: If the file or a part was made with other settings, or another run is writing.
     """
 
     def __init__(self, path: str | os.PathLike, header: dict, num_answers: int, rank: int = 0, num_processes: int = 1):
         self.path, self.header, self.num_answers = Path(path), header, num_answers
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.part = self.path.with_name(f".{self.path.name}.part-{rank}-of-{num_processes}")
+        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock-{rank}"))
         self.finished = self.path.exists()
         if self.finished:
             _, first = next(read_json_lines(self.path), (None, None))
@@ -159,6 +162,12 @@ class AnswerWriter:
                 self._whole = whole
 
     def __enter__(self):
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(
+                f"Another run is writing `{self.path}`; wait until it ends, or choose another `--output`."
+            ) from None
         self._file = self.part.open("ab", buffering=0)
         self._file.truncate(self._whole)
         if self._whole == 0:
@@ -167,6 +176,8 @@ class AnswerWriter:
 
     def __exit__(self, *error):
         self._file.close()
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
 
     def write(self, index: int, answer: dict) -> None:
         """Appends the answer to prompt `index`; a line that is on disk is whole or dropped when going on."""
