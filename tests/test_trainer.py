@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -506,6 +507,22 @@ def test_flex_attention_trains_as_a_dense_mask_does(targets, tmp_path, interpret
     assert any(not torch.equal(tensor, before[key]) for key, tensor in trained["sdpa"].items())
     for key, tensor in trained["sdpa"].items():
         torch.testing.assert_close(trained["flex_attention"][key], tensor, atol=2e-5, rtol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "lora", "full"])
+def test_adapters_are_not_sharded(targets, tmp_path, monkeypatch, kind):
+    drafter = fresh(targets["llama"], 2 if kind == "adapters" else 0)
+    if kind == "lora":
+        add_lora(drafter, 2)
+
+    def with_fsdp(self):
+        without(self)
+        self.is_fsdp_enabled = True
+
+    without = D3DTrainer.create_accelerator_and_postprocess
+    monkeypatch.setattr(D3DTrainer, "create_accelerator_and_postprocess", with_fsdp)
+    with nullcontext() if kind == "full" else pytest.raises(ValueError, match="FSDP is on, but .*`torchrun`"):
+        D3DTrainer(drafter, arguments(tmp_path), train_dataset=random_examples())
 
 
 def test_which_attention_trains(targets, tmp_path, monkeypatch):

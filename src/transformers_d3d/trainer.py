@@ -159,6 +159,12 @@ class D3DTrainer(Trainer):
         )
         kwargs.setdefault("data_collator", self.collator.pack)
         super().__init__(model=model, args=args, **kwargs)
+        if self.is_fsdp_enabled and has_adapters(model):
+            raise ValueError(
+                "FSDP is on, but the drafter has adapters or a LoRA, whose frozen base needs no sharding and whose checkpoints "
+                "would hold a share only. Train them in plain data-parallel processes (`torchrun`), or all weights with "
+                "`mask_adapter_rank=0`."
+            )
         self.model_accepts_loss_kwargs = False
         self._attention = _packed_attention(model, args)
         self._last_log = None  # when, in this process
