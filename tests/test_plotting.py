@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from transformers_d3d.plotting import COLOURS, MEANINGS, chrome_trace, plot_trace
+from transformers_d3d.plotting import COLOURS, MEANINGS, chrome_trace, plot_trace, plot_training
 from transformers_d3d.report_d3d import DraftReport, TraceEvent
 
 EVENTS = [
@@ -26,6 +26,19 @@ def test_a_picture_of_two_lanes(tmp_path):
     with pytest.raises(ValueError, match="rounds 5 to 6.*rounds 0 to 1"):
         plot_trace(report, tmp_path / "none.png", first_round=5, num_rounds=2)
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_training(tmp_path):
+    pytest.importorskip("matplotlib")
+    history = [{"step": step, "loss": 5.0 / step} for step in range(1, 9)]
+    plot_training(history, tmp_path / "early.png")  # nothing evaluated yet
+    history += [
+        {"step": s, "eval_acceptance_length": 2.0 + s, "eval_correct_1": 0.9, "eval_correct_2": 0.5} for s in (4, 8)
+    ]
+    plot_training(history, tmp_path / "curve.svg", title="a drafter")
+    text = (tmp_path / "curve.svg").read_text()
+    assert text.count("<!-- 6.00 -->") == text.count("<!-- 10.00 -->") == 1 and "<!-- a drafter -->" in text
+    assert (tmp_path / "early.png").stat().st_size > 1000
 
 
 def test_every_colour_has_a_meaning():

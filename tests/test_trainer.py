@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -671,6 +672,7 @@ def test_train_from_end_to_end(project, targets, tokenizer, rank):
     assert record["data"] == {"train": "train.jsonl", "train_examples": 6, "train_header": None}
     assert record["drafter"]["mask_adapter_rank"] == rank
     assert len([entry for entry in record["history"] if "loss" in entry]) == 3
+    assert (output / "training.png").is_file() == (find_spec("matplotlib") is not None)
     assert f"{record['final']['eval_acceptance_length']:.2f}" in summary
     assert simulate_acceptance(loaded, random_examples()[:2]).mean_length == pytest.approx(
         record["final"]["eval_acceptance_length"], abs=0.2

@@ -24,8 +24,8 @@ MEANINGS = {
 }
 
 
-def new_figure(width: float, height: float):
-    """A figure of `width` by `height` inches and its axes, without a window.
+def new_figure(width: float, height: float, columns: int = 1):
+    """A figure of `width` by `height` inches and its axes, an array of them if there are several columns; no window.
 
     Raises:
         `ImportError`: If Matplotlib is not installed.
@@ -39,7 +39,7 @@ def new_figure(width: float, height: float):
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots()
+    return figure, figure.subplots(1, columns)
 
 
 def plot_trace(
@@ -78,6 +78,47 @@ def plot_trace(
     axes.set_xlabel("seconds (numbers: rounds)")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def plot_training(history: list[dict], path: str | os.PathLike, title: str = "") -> None:
+    """Draws how a training went: the loss, and at each evaluation the acceptance length and the share of right drafts.
+
+    Args:
+        history (`list[dict]`): The trainer's log, as in the `history` of `training.json`.
+        path (`str` or `os.PathLike`): The picture; its ending tells the format (PNG, SVG, PDF).
+        title (`str`, *optional*): Above the picture.
+
+    Raises:
+        `ImportError`: If Matplotlib is not installed.
+    """
+    losses = [entry for entry in history if "loss" in entry]
+    evaluations = [entry for entry in history if "eval_acceptance_length" in entry]
+    figure, (left, middle, right) = new_figure(12, 3.4, 3)
+    for axes, name in (
+        (left, "loss of a step"),
+        (middle, "acceptance length"),
+        (right, "share of right drafts by offset"),
+    ):
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    left.plot([entry["step"] for entry in losses], [entry["loss"] for entry in losses], color=COLOURS["verify"])
+    left.set_yscale("log")
+    steps = [entry["step"] for entry in evaluations]
+    lengths = [entry["eval_acceptance_length"] for entry in evaluations]
+    middle.plot(steps, lengths, "o-", color=COLOURS["packed"])
+    for step, length in zip(steps, lengths, strict=True):
+        middle.annotate(f"{length:.2f}", (step, length), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    for name in sorted({name for entry in evaluations for name in entry if name.startswith("eval_correct_")}):
+        shares = [entry[name] for entry in evaluations]
+        right.plot(steps, shares, ".-", color=COLOURS["block"], alpha=0.7)
+        right.annotate(
+            name.removeprefix("eval_correct_"), (steps[-1], shares[-1]), (5, -3), textcoords="offset points"
+        )
+    right.set_ylim(0, 1)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
 
 

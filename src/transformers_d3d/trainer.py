@@ -17,6 +17,7 @@ from .lora import has_adapters, has_lora, load_lora, merge_lora, save_adapters
 from .masking_d3d import mask_rows, trunk_rows
 from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
 from .objective import IGNORE, block_loss, row_losses, top_log_probs, weighted_mean
+from .plotting import plot_training
 from .records import command, cpu_has_bfloat16, hardware, versions, write_json
 from .start_points import START_SETTINGS, build_drafter
 from .training_args import D3DTrainingArguments
@@ -391,6 +392,10 @@ def train(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> str | N
     if not trainer.is_world_process_zero():
         return None
     write_json(Path(args.output_dir) / "training.json", record)
+    try:
+        plot_training(record["history"], Path(args.output_dir) / "training.png", Path(args.output_dir).name)
+    except ImportError as error:
+        logger.info(str(error))
     length = metrics.get("eval_acceptance_length")
     return (
         f"Drafter saved in {args.output_dir} after {record['steps']} steps"
