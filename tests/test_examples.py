@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,37 @@ def test_measure_training(pair_folders, tmp_path, monkeypatch, capsys):
         assert step["rows_per_s"] == pytest.approx(step["rows"] / step["seconds"])
         assert step["share_of_peak"] == pytest.approx(step["flop"] / step["seconds"] / step["peak_flop_per_s"])
     assert str(tmp_path) not in (tmp_path / "run" / "measured.json").read_text()
+
+
+@pytest.mark.slow
+def test_ablate(pair_folders, tmp_path, monkeypatch, capsys):
+    ablate = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "ablate.py")))
+    base = {"block_size": 4, "mask_adapter_rank": 2}
+    groups = {
+        "Weights": {"exponential": base, "dpace": base | {"loss_weighting": "dpace"}},
+        "Block": {"4": base, "4, drafting 3": base | {ablate.MEASURED_BLOCK: 3}},
+    }
+    monkeypatch.setitem(ablate.main.__globals__, "GROUPS", groups)
+    lines = [json.dumps({"prompt_ids": [5, 6, 7], "response_ids": list(range(i, i + 12))}) for i in range(8, 16)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    answers = [{"source": s, "prompt_ids": [5], "response_ids": list(range(i, i + 9))} for s in "xy" for i in (9, 20)]
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    options = {"target": pair_folders["target"], "output_dir": tmp_path / "runs", "max_steps": 1, "bf16": "false"}
+    options |= {name: tmp_path / f"{name.removesuffix('_data')}.jsonl" for name in ("train_data", "eval_data")}
+    words = ["ablate.py", *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
+    monkeypatch.setattr(sys, "argv", words)
+    assert ablate.main() == 0
+    text = (tmp_path / "runs" / "ablations.md").read_text()
+    assert "| Weights | mean | x | y | against the first | training, first = 1 |" in text
+    assert len([line for line in text.splitlines() if line.startswith("| dpace |") and "±" in line]) == 1
+    assert (
+        text.count("d3d train --target") == 2
+        and str(tmp_path) not in (tmp_path / "runs" / "ablations.json").read_text()
+    )
+    runs = json.loads((tmp_path / "runs" / "ablations.json").read_text())["runs"]
+    assert len(runs) == 3 and all(run["lengths"].keys() == {"x", "y"} for run in runs.values())
+    monkeypatch.setitem(ablate.main.__globals__, "subprocess", None)  # nothing is trained again
+    assert ablate.main() == 0
 
 
 # Accelerate ignores FSDP on a CPU, so this calls what it would call.
