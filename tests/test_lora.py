@@ -11,7 +11,8 @@ from torch import nn
 from transformers import AutoModel
 
 from transformers_d3d.lora import add_lora, has_lora, load_lora, merge_lora, save_lora
-from transformers_d3d.modeling_d3d import LORA_CONFIG, LORA_FILE, LORA_FOLDER
+from transformers_d3d.masking_d3d import mask_rows, trunk_rows
+from transformers_d3d.modeling_d3d import ADAPTER_FILE, LORA_CONFIG, LORA_FILE, LORA_FOLDER
 
 IDS = torch.tensor([[3, 4, 63, 63]])
 
@@ -20,8 +21,8 @@ IDS = torch.tensor([[3, 4, 63, 63]])
 def random_lora(make_perturbed):
     """Builds drafters with a LoRA that is random instead of zero."""
 
-    def make(target, rank=2, alpha=3.0):
-        drafter = make_perturbed(target)
+    def make(target, rank=2, alpha=3.0, **settings):
+        drafter = make_perturbed(target, **settings)
         add_lora(drafter, rank, alpha)
         for parameter in drafter.parameters():
             if parameter.requires_grad:
@@ -93,6 +94,41 @@ def test_weights_that_are_left_over_are_refused(targets, random_lora, tmp_path):
         AutoModel.from_pretrained(tmp_path, base_model=targets["llama"])
 
 
-def test_a_lora_beside_mask_adapters_is_refused(targets, make_perturbed):
-    with pytest.raises(ValueError, match="`mask_adapter_rank` is 2.*Use one of them"):
-        add_lora(make_perturbed(targets["llama"], 2), 4)
+MASKED = {"mask_offsets": torch.tensor([0, 1])}
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["adapters", "merged"])
+def test_a_lora_beneath_mask_adapters(targets, make_perturbed, random_lora, tmp_path, merged):
+    def logits(drafter):
+        with torch.no_grad():
+            rows = trunk_rows(torch.arange(2)) + mask_rows(torch.tensor([1]), 3)
+            return drafter.logits(drafter(IDS, rows, **MASKED).last_hidden_state)
+
+    base = make_perturbed(targets["llama"], 2, block_size=3)
+    drafter = random_lora(targets["llama"], mask_adapter_rank=2, block_size=3)
+    assert drafter.adapter_state_dict().keys() == base.adapter_state_dict().keys()
+    assert {n for n, p in drafter.named_parameters() if p.requires_grad} >= {"mask_embedding"}
+    trained = logits(drafter)
+    if merged:
+        merge_lora(drafter)
+        with pytest.raises(ValueError, match="A LoRA is merged .*`save_pretrained`"):
+            drafter.save_adapter(tmp_path)
+        drafter.save_pretrained(tmp_path)
+        loaded = AutoModel.from_pretrained(tmp_path)
+    else:
+        save_lora(drafter, tmp_path)
+        other = random_lora(targets["llama"], mask_adapter_rank=2, block_size=3)
+        load_lora(other, tmp_path)
+        assert torch.equal(logits(other), trained)
+        loaded = AutoModel.from_pretrained(tmp_path, base_model=targets["llama"])
+        with pytest.raises(ValueError, match="A LoRA is merged"):
+            loaded.save_adapter(tmp_path / "again")
+    torch.testing.assert_close(logits(loaded), trained, atol=1e-4, rtol=1e-4)
+    assert (logits(base) - trained)[:, :2].abs().max() > 1e-2  # of the clean rows, which mask adapters don't change
+
+
+def test_a_checkpoint_that_lost_its_mask_adapters_is_refused(targets, random_lora, tmp_path):
+    save_lora(random_lora(targets["llama"], mask_adapter_rank=2), tmp_path)
+    (tmp_path / ADAPTER_FILE).unlink()
+    with pytest.raises(ValueError, match="no `mask_adapter.safetensors`, but its `mask_adapter_rank` is 2"):
+        AutoModel.from_pretrained(tmp_path, base_model=targets["llama"])

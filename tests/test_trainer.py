@@ -430,7 +430,9 @@ def test_what_a_checkpoint_holds(targets, tmp_path, rank):
     assert str(tmp_path) not in (folder / "config.json").read_text()
 
 
-@pytest.mark.parametrize(("rank", "lora_rank"), [(0, 0), (2, 0), (0, 2)], ids=["full", "adapters", "lora"])
+@pytest.mark.parametrize(
+    ("rank", "lora_rank"), [(0, 0), (2, 0), (0, 2), (2, 2)], ids=["full", "adapters", "lora", "both"]
+)
 def test_the_best_checkpoint_is_loaded_at_the_end(successor, tmp_path, rank, lora_rank):
     drafter = fresh(successor, rank)
     if lora_rank:
@@ -763,7 +765,10 @@ def test_evaluating_without_responses_is_refused(successor, tmp_path):
 # LoRA
 
 
-@pytest.mark.parametrize("save_adapter", [False, True], ids=["merged", "adapter"])
+save_or_merge = pytest.mark.parametrize("save_adapter", [False, True], ids=["merged", "adapter"])
+
+
+@save_or_merge
 def test_train_a_lora_from_end_to_end(project, targets, save_adapter):
     output = project / "drafter"
     args = arguments(output, max_steps=3, learning_rate=1e-2)
@@ -774,6 +779,21 @@ def test_train_a_lora_from_end_to_end(project, targets, save_adapter):
     assert loaded.state_dict().keys() == targets["llama"].state_dict().keys()
     moved = changed(loaded, weights(targets["llama"]))
     assert "model.layers.0.mlp.up_proj.weight" in moved and "lm_head.weight" not in moved
+    final = json.loads((output / "training.json").read_text())["final"]["eval_acceptance_length"]
+    assert simulate_acceptance(loaded, random_examples()).mean_length == pytest.approx(final, abs=0.2)
+
+
+@save_or_merge
+def test_train_a_lora_beneath_mask_adapters(project, targets, save_adapter):
+    output = project / "drafter"
+    settings = {"lora_rank": 2, "mask_adapter_rank": 2, "save_adapter": save_adapter}
+    train(drafter_arguments(project, **settings), arguments(output, max_steps=2, learning_rate=1e-2, save_steps=1))
+    names = {path.name for path in output.iterdir()}
+    assert (ADAPTER_FILE in names) == save_adapter == ("model.safetensors" not in names)
+    loaded = AutoModel.from_pretrained(output, **{"base_model": targets["llama"]} if save_adapter else {})
+    base = weights(targets["llama"])
+    assert not torch.equal(loaded.model.layers[0].mlp.up_proj.weight, base["model.layers.0.mlp.up_proj.weight"])
+    assert all(tensor.any() for name, tensor in loaded.adapter_state_dict().items() if "lora_B" in name)
     final = json.loads((output / "training.json").read_text())["final"]["eval_acceptance_length"]
     assert simulate_acceptance(loaded, random_examples()).mean_length == pytest.approx(final, abs=0.2)
 

@@ -51,10 +51,13 @@ class Acceptance:
         rounds (`tuple[int, ...]`): Accepted tokens (bonus not counted) of each round.
         correct (`tuple[float, ...]`): Share in [0, 1] of draft tokens that equal the target's, by offset in the block,
             whether or not earlier ones were right. Empty when not simulated.
+        every_anchor (`float`): As `mean_length`, over the blocks of all anchors instead of those that rounds start from:
+            less noise, but another mean. NaN when not simulated.
     """
 
     rounds: tuple[int, ...]
     correct: tuple[float, ...] = ()
+    every_anchor: float = float("nan")
 
     @property
     def mean_length(self) -> float:
@@ -115,7 +118,7 @@ def simulate_acceptance(drafter, examples: Iterable[dict]) -> Acceptance:
         target's prefill.
     """
     num_drafts = drafter.config.block_size - 1
-    rounds, correct, seen = [], torch.zeros(num_drafts), torch.zeros(num_drafts)
+    rounds, accepted, correct, seen = [], [], torch.zeros(num_drafts), torch.zeros(num_drafts)
     for example in examples:
         ids = torch.tensor([*example["prompt_ids"], *example["response_ids"]])
         first_anchor = len(example["prompt_ids"])
@@ -125,7 +128,10 @@ def simulate_acceptance(drafter, examples: Iterable[dict]) -> Acceptance:
         drafts = draft_all_anchors(drafter, ids, first_anchor).cpu()
         padded = torch.cat([ids[first_anchor + 1 :], torch.full((num_drafts,), -1)])
         truth = padded.unfold(0, num_drafts, 1)[:num_after]
-        rounds += walk_rounds(count_accepted(drafts, truth).tolist(), num_after)
+        counts = count_accepted(drafts, truth).tolist()
+        rounds += walk_rounds(counts, num_after)
+        accepted += counts
         correct += (drafts == truth).sum(0)
         seen += (truth >= 0).sum(0)
-    return Acceptance(tuple(rounds), tuple((correct / seen.clamp(min=1)).tolist()))
+    every_anchor = 1 + sum(accepted) / len(accepted) if accepted else float("nan")
+    return Acceptance(tuple(rounds), tuple((correct / seen.clamp(min=1)).tolist()), every_anchor)

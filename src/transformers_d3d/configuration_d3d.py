@@ -33,6 +33,9 @@ class D3DDrafterConfig(PreTrainedConfig):
             when that is the target.
         kept_layers (`list[int]`, *optional*):
             Indices, in the model that the drafter was built from, of the layers kept. `None` when all were.
+        pruning (`list[dict]`, *optional*):
+            How layers were removed: for each removal in order its `layer`, an index as in `kept_layers`, and the share of
+            the acceptance length `retained`.
         mask_adapter_rank (`int`, *optional*, defaults to 0):
             Rank of the low-rank adapters that act on mask rows only, 0 for none. Clean rows then stay exactly those of
             the model that the drafter was built from.
@@ -70,6 +73,7 @@ class D3DDrafterConfig(PreTrainedConfig):
     target_name_or_path: str | None = None
     base_model_name_or_path: str | None = None
     kept_layers: list[int] | None = None
+    pruning: list[dict] | None = None
     mask_adapter_rank: int = 0
     mask_adapter_scale: float = 1.0
     head_bias: bool = False

@@ -14,7 +14,7 @@ from peft.utils import TrainableTokensWrapper
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .modeling_d3d import LORA_FILE, LORA_FOLDER, D3DDrafterModel
+from .modeling_d3d import ADAPTER_FILE, LORA_FILE, LORA_FOLDER, D3DDrafterModel
 
 PREFIX = "base_model.model."  # of the weight names in a checkpoint of `peft`
 
@@ -25,17 +25,18 @@ def has_lora(drafter: D3DDrafterModel) -> bool:
 
 
 def has_adapters(drafter: D3DDrafterModel) -> bool:
-    """Whether the drafter holds adapters of either kind, so that its checkpoints go over a base."""
-    return drafter.config.mask_adapter_rank > 0 or has_lora(drafter)
+    """Whether the drafter holds adapters of either kind over its base's own weights, so that its checkpoints go over that."""
+    return has_lora(drafter) or (drafter.config.mask_adapter_rank > 0 and not drafter.lora_is_merged)
 
 
 def add_lora(drafter: D3DDrafterModel, rank: int, alpha: float | None = None) -> None:
     """Adds trainable low-rank adapters to the backbone's linear layers, in place; everything else is frozen.
 
-    The mask token's embedding is trained with them, and where head and embedding are one, its row in the head.
+    The mask token's embedding is trained with them, and where head and embedding are one, its row in the head. Mask adapters
+    stay, and stay trainable: the LoRA acts on all rows beneath them.
 
     Args:
-        drafter (`D3DDrafterModel`): A drafter without adapters.
+        drafter (`D3DDrafterModel`): A drafter without a LoRA.
         rank (`int`): Rank of the adapters.
         alpha (`float`, *optional*): The adapters' output is scaled by `alpha / rank`. Defaults to `rank`.
 
@@ -44,12 +45,9 @@ def add_lora(drafter: D3DDrafterModel, rank: int, alpha: float | None = None) ->
     """
     if rank < 1:
         raise ValueError(f"`lora_rank` is {rank}; it must be at least 1, or 0 to train without a LoRA.")
-    if drafter.config.mask_adapter_rank > 0:
-        raise ValueError(
-            f"The drafter has mask adapters (`mask_adapter_rank` is {drafter.config.mask_adapter_rank}) and `lora_rank` is "
-            f"{rank}: a LoRA acts on all rows, mask adapters on mask rows only. Use one of them, the other 0."
-        )
-    names = {name.rpartition(".")[2] for name, module in drafter.model.named_modules() if type(module) is nn.Linear}
+    names = {
+        name.rpartition(".")[2] for name, module in drafter.model.named_modules() if isinstance(module, nn.Linear)
+    }
     settings = LoraConfig(
         r=rank,
         lora_alpha=rank if alpha is None else alpha,
@@ -57,10 +55,17 @@ def add_lora(drafter: D3DDrafterModel, rank: int, alpha: float | None = None) ->
         trainable_token_indices={"embed_tokens": [drafter.config.mask_token_id]},
     )
     inject_adapter_in_model(settings, drafter)
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(is_adapter_weight(name))
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter belongs to a LoRA or to mask adapters."""
+    return ".lora_" in name or name == "mask_embedding" or "trainable_tokens" in name
 
 
 def save_lora(drafter: D3DDrafterModel, save_directory: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
-    """Saves an adapter checkpoint: the LoRA as `peft` does, in a folder of its own, and the drafter's configuration.
+    """Saves an adapter checkpoint: the LoRA as `peft` does, in a folder of its own, mask adapters, and the configuration.
 
     Args:
         drafter (`D3DDrafterModel`): A drafter after [`add_lora`].
@@ -77,7 +82,10 @@ def save_lora(drafter: D3DDrafterModel, save_directory: str | os.PathLike, dtype
     partial = folder / f"{LORA_FILE}.part"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(folder / LORA_FILE)
-    drafter.save_settings(folder, dtype)
+    if drafter.config.mask_adapter_rank > 0:
+        drafter.save_adapter(folder, dtype)
+    else:
+        drafter.save_settings(folder, dtype)
 
 
 def save_adapters(
@@ -92,7 +100,7 @@ def save_adapters(
 
 @torch.no_grad()
 def load_lora(drafter: D3DDrafterModel, save_directory: str | os.PathLike) -> None:
-    """Sets the LoRA of a drafter to the one that [`save_lora`] wrote.
+    """Sets the LoRA of a drafter, and its mask adapters, to what [`save_lora`] wrote.
 
     Raises:
         `ValueError`: If weights are missing, left over or of another shape.
@@ -107,6 +115,8 @@ def load_lora(drafter: D3DDrafterModel, save_directory: str | os.PathLike) -> No
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])
+    if drafter.config.mask_adapter_rank > 0:
+        drafter.load_adapter_file(Path(save_directory) / ADAPTER_FILE)
 
 
 def merge_lora(drafter: D3DDrafterModel) -> None:

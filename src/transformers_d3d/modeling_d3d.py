@@ -86,6 +86,7 @@ class D3DDrafterModel(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    lora_is_merged = False  # so that the weights are not those of the base any more
 
     def __init__(self, config: D3DDrafterConfig):
         if config.text_config is None:
@@ -433,7 +434,9 @@ class D3DDrafterModel(PreTrainedModel):
 
     def adapter_state_dict(self) -> dict[str, torch.Tensor]:
         """The weights of the mask adapters, which together with the base model make the drafter."""
-        return {n: p.detach() for n, p in self.named_parameters() if "lora_" in n or n == "mask_embedding"}
+        # Inside a LoRA of `peft`, whose own weights end otherwise, the layers sit one level deeper.
+        ends = (".lora_A", ".lora_B", "mask_embedding")
+        return {n.replace(".base_layer", ""): p.detach() for n, p in self.named_parameters() if n.endswith(ends)}
 
     def save_adapter(self, save_directory: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
         """Saves the mask adapters and the configuration, without the base weights.
@@ -443,8 +446,13 @@ class D3DDrafterModel(PreTrainedModel):
             dtype (`torch.dtype`, *optional*): Data type of the saved adapters. Their own by default.
 
         Raises:
-            `ValueError`: If this drafter has no mask adapters.
+            `ValueError`: If this drafter has no mask adapters, or not the base's weights.
         """
+        if self.lora_is_merged and not getattr(self, "peft_config", None):
+            raise ValueError(
+                "A LoRA is merged into this drafter's weights, so the mask adapters alone don't make it; use "
+                "`save_pretrained`, which saves all of them."
+            )
         if self.config.mask_adapter_rank == 0:
             raise ValueError(
                 "This drafter has no mask adapters (`mask_adapter_rank` is 0), so all of its weights are its own; "
@@ -493,11 +501,15 @@ class D3DDrafterModel(PreTrainedModel):
                 f"`{Path(path).name}` does not hold this drafter's adapters: {len(faults)} weights are missing, left "
                 f"over or of another shape ({', '.join(faults[:5])}). Save it again with `save_adapter`."
             )
-        self.load_state_dict(tensors, strict=False)
+        with torch.no_grad():
+            for key, tensor in own.items():
+                tensor.copy_(tensors[key])
 
     @torch.no_grad()
     def merge_lora(self, settings: dict, tensors: dict[str, torch.Tensor]) -> None:
         """Adds a LoRA of `peft` to the weights: `W += alpha / rank * B @ A`, and the rows of trained tokens.
+
+        Mask adapters act on top of the weights, as before.
 
         Args:
             settings (`dict`): What `adapter_config.json` holds.
@@ -546,6 +558,7 @@ class D3DDrafterModel(PreTrainedModel):
         embedding = self.get_input_embeddings().weight
         if rows is not None and rows.shape == (len(tokens), embedding.shape[1]):
             embedding[tokens] = left.pop(name).to(embedding)
+        self.lora_is_merged = True
         if left:
             raise ValueError(
                 f"`{LORA_FILE}` does not fit the drafter: {len(left)} weights are left over or of another shape "
@@ -631,11 +644,16 @@ class D3DDrafterModel(PreTrainedModel):
             dtype = base_model.dtype
         drafter = cls._from_config(config, dtype=dtype).to(base_model.device)
         drafter._copy_base_weights(base_model)
+        if (lora_file := _find_file(name, LORA_FILE, kwargs)) is not None:
+            settings = json.loads(Path(_find_file(name, LORA_CONFIG, kwargs)).read_text())
+            drafter.merge_lora(settings, load_file(lora_file))
+        if config.mask_adapter_rank > 0 and adapter_file is None:
+            raise ValueError(
+                f"`{name}` has a `{LORA_FILE}` and no `{ADAPTER_FILE}`, but its `mask_adapter_rank` is "
+                f"{config.mask_adapter_rank}; save it again with both."
+            )
         if adapter_file is not None:
             drafter.load_adapter_file(adapter_file)
-        else:
-            settings = json.loads(Path(_find_file(name, LORA_CONFIG, kwargs)).read_text())
-            drafter.merge_lora(settings, load_file(_find_file(name, LORA_FILE, kwargs)))
         drafter._load_generation_config(name, kwargs)
         drafter.eval()
         return (drafter, {}) if wants_info else drafter
@@ -666,11 +684,22 @@ def keep_layers(text_config, layers: list[int]):
             f"`layers` is {layers}; give indices in rising order, each once, from 0 to {count - 1}, at least one."
         )
     config = copy.deepcopy(text_config)
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == count:
-            setattr(config, name, [value[i] for i in layers])
-    config.num_hidden_layers = len(layers)
+    for name, value in layer_settings(config, layers).items():
+        setattr(config, name, value)
     return config
+
+
+def layer_settings(text_config, layers: list[int]) -> dict:
+    """What a backbone's configuration says about its layers, for some of them: their number, and lists with one entry each."""
+    count = text_config.num_hidden_layers
+    lists = {
+        name: [value[i] for i in layers]
+        for name, value in text_config.to_dict().items()
+        if isinstance(value, list)
+        and len(value) == count
+        and not name.endswith("token_id")  # ids of tokens, by chance
+    }
+    return lists | {"num_hidden_layers": len(layers)}
 
 
 def public_name(name: str | None) -> str | None:

@@ -13,7 +13,7 @@ from .acceptance import simulate_acceptance
 from .answer_files import short_name
 from .configuration_d3d import denoising_parts
 from .data import BlockCollator, ResponseDataset
-from .lora import has_adapters, has_lora, load_lora, merge_lora, save_adapters
+from .lora import has_adapters, has_lora, is_adapter_weight, load_lora, merge_lora, save_adapters
 from .masking_d3d import mask_rows, trunk_rows
 from .modeling_d3d import ADAPTER_FILE, D3DDrafterModel
 from .objective import IGNORE, block_loss, row_losses, top_log_probs, weighted_mean
@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainingArguments) -> torch.Tensor:
     """Blockwise denoising plus auxiliary autoregressive loss of one batch of [`BlockCollator`].
 
-    With mask adapters the clean rows depend on no trained weight: they run once, without gradients, into a cache, and
+    With mask adapters alone the clean rows depend on no trained weight: they run once, without gradients, into a cache, and
     only the mask rows are trained.
 
     Args:
@@ -56,7 +56,7 @@ def training_loss(model, drafter: D3DDrafterModel, batch: dict, args: D3DTrainin
     masked = mask_rows(anchors, config.block_size, sequences, present)
     mask_ids = torch.where(revealed == IGNORE, config.mask_token_id, revealed)[present].unsqueeze(0)
     offsets = masked.position - masked.start
-    separate = config.mask_adapter_rank > 0
+    separate = config.mask_adapter_rank > 0 and not has_lora(drafter)
     if separate:
         cache = DynamicCache()
         with torch.no_grad():
@@ -93,10 +93,10 @@ def _teacher(
     """The target's likeliest tokens and their log-probabilities, each `(num_rows, num_top)`, for mask rows."""
     if "top_ids" in batch:
         return batch["top_ids"][twins], batch["top_log_probs"][twins]
-    if drafter.config.mask_adapter_rank == 0:
+    if drafter.config.mask_adapter_rank == 0 or has_lora(drafter):
         raise ValueError(
-            "`divergence_weight` is above 0, but the data hold no `top_ids` and `top_log_probs`, and a drafter without "
-            "mask adapters changes its own clean rows; store the target's likeliest tokens with the data, or set it to 0."
+            "`divergence_weight` is above 0, but the data hold no `top_ids` and `top_log_probs`, and a drafter that trains "
+            "more than mask adapters changes its own clean rows; store the target's likeliest tokens with the data, or set it to 0."
         )
     # With mask adapters the clean rows stay the base model's, which is the target.
     needed, index = twins.unique(return_inverse=True)
@@ -139,16 +139,15 @@ class D3DTrainer(Trainer):
                 f"{config.block_attention!r}: its rows would not see in training what they see in drafting. "
                 "Use 1.0, or a drafter with `block_attention='causal'`."
             )
-        if config.mask_adapter_rank > 0:
+        if config.mask_adapter_rank > 0 and not has_lora(model):
             if args.activation_checkpointing or model.is_activation_checkpointing:
                 raise ValueError(
                     "`activation_checkpointing` is on, but the drafter has mask adapters, which see the clean rows through "
                     "a cache that recomputed layers cannot use. Turn it off (clean rows keep no activations anyway; fewer "
                     "`num_anchors` save memory), or train all weights with `mask_adapter_rank=0`."
                 )
-            adapter = model.adapter_state_dict()
             for name, parameter in model.named_parameters():
-                parameter.requires_grad_(name in adapter)
+                parameter.requires_grad_(is_adapter_weight(name))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -329,9 +328,8 @@ def make_trainer(drafter_args: DrafterArguments, args: D3DTrainingArguments) -> 
         drafter.config.num_denoising_steps = drafter_args.num_denoising_steps
     if args.bf16 and drafter.config.mask_adapter_rank > 0:
         # The frozen base is cast once, here, and not at every use.
-        adapter = drafter.adapter_state_dict()
         for name, parameter in drafter.named_parameters():
-            if name not in adapter:
+            if not is_adapter_weight(name):
                 parameter.data = parameter.data.bfloat16()
     vocab_size = drafter.config.vocab_size
     # What the header of a data file, if it has one, must agree with.
