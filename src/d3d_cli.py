@@ -12,6 +12,7 @@ COMMANDS = {
     "bench": ("benchmark", ("BenchmarkConfig",), "run_benchmark"),
     "demo": ("demo", ("DemoConfig",), "run_demo"),
     "generate-data": ("generate_data", ("GenerateDataConfig",), "run_generate_data"),
+    "prune": ("pruning", ("PruneConfig", "D3DTrainingArguments"), "run_prune"),
     "trace": ("trace", ("TraceConfig",), "run_trace"),
     "train": ("trainer", ("DrafterArguments", "D3DTrainingArguments"), "train"),
 }

@@ -44,6 +44,7 @@ SETTINGS = {
     "block_attention": "bidirectional",
     "target_name_or_path": "org/target",
     "kept_layers": [0, 1, 3, 7],
+    "pruning": [{"layer": 5, "retained": 0.99}],
     "mask_adapter_rank": 2,
     "mask_adapter_scale": 0.5,
     "head_bias": True,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from transformers_d3d.plotting import COLOURS, MEANINGS, chrome_trace, plot_trace, plot_training
+from transformers_d3d.plotting import COLOURS, MEANINGS, chrome_trace, plot_pruning, plot_trace, plot_training
 from transformers_d3d.report_d3d import DraftReport, TraceEvent
 
 EVENTS = [
@@ -39,6 +39,27 @@ def test_a_training(tmp_path):
     text = (tmp_path / "curve.svg").read_text()
     assert text.count("<!-- 6.00 -->") == text.count("<!-- 10.00 -->") == 1 and "<!-- a drafter -->" in text
     assert (tmp_path / "early.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("responses", ["evaluation", "calibration"])
+def test_a_pruning(tmp_path, responses):
+    pytest.importorskip("matplotlib")
+    empty = {"calibration": {"gsm8k": 3.0, "mean": 3.0}, "evaluation": {}}
+    before = empty | {responses: {"gsm8k": 4.0, "mbpp": 2.0, "mean": 3.0}}
+    step = empty | {responses: {"gsm8k": 3.9, "mbpp": 1.9, "mean": 2.9}} | {"layer": 17, "draft_s": 0.9}
+    cost = {"layers": [0.1] * 5, "rest": 0.5, "verify": 1.0} if responses == "evaluation" else None
+    report = {"before": before, "steps": [step], "cost": cost}
+    plot_pruning(report, tmp_path / "pruning.svg", "a drafter")
+    text = (tmp_path / "pruning.svg").read_text()
+    for label in (
+        "gsm8k (was 4.00)",
+        "mean (was 3.00)",
+        "layers removed: 17",
+        f"({responses} responses)",
+        "a drafter",
+    ):
+        assert label in text
+    assert ("time of a draft" in text) == (cost is not None)
 
 
 def test_every_colour_has_a_meaning():

@@ -35,7 +35,7 @@ class D3DDrafterConfig(PreTrainedConfig):
             Indices, in the model that the drafter was built from, of the layers kept. `None` when all were.
         pruning (`list[dict]`, *optional*):
             How layers were removed: for each removal in order its `layer`, an index as in `kept_layers`, and the share of
-            the acceptance length `retained`.
+            the acceptance length `retained` since its pruning began.
         mask_adapter_rank (`int`, *optional*, defaults to 0):
             Rank of the low-rank adapters that act on mask rows only, 0 for none. Clean rows then stay exactly those of
             the model that the drafter was built from.

@@ -122,6 +122,38 @@ def plot_training(history: list[dict], path: str | os.PathLike, title: str = "")
     figure.savefig(path, dpi=150)
 
 
+def plot_pruning(report: dict, path: str | os.PathLike, title: str = "") -> None:
+    """Draws the share of the acceptance length that is left after each removal, by source, and the drafting time if known.
+
+    Args:
+        report (`dict`): Of `prune_drafter`. The evaluation responses are drawn if there are any, else the calibration.
+        path (`str` or `os.PathLike`): The picture; its ending tells the format (PNG, SVG, PDF).
+        title (`str`, *optional*): Above the picture.
+
+    Raises:
+        `ImportError`: If Matplotlib is not installed.
+    """
+    responses = "evaluation" if report["before"]["evaluation"] else "calibration"
+    figure, axes = new_figure(7, 3.6)
+    removed = range(len(report["steps"]) + 1)
+    before = report["before"][responses]
+    for source, full in before.items():
+        shares = [100.0] + [100 * step[responses][source] / full for step in report["steps"]]
+        style = {"linewidth": 2.5, "color": "black"} if source == "mean" else {"linewidth": 1, "marker": "."}
+        axes.plot(removed, shares, label=f"{source} (was {full:.2f})", **style)
+    if report["cost"]:
+        full = report["cost"]["rest"] + sum(report["cost"]["layers"])
+        times = [100.0] + [100 * step["draft_s"] / full for step in report["steps"]]
+        axes.plot(removed, times, "--", color=COLOURS["block"], label="time of a draft")
+    axes.set_xlabel("layers removed: " + ", ".join(str(step["layer"]) for step in report["steps"]))
+    axes.set_ylabel(f"% of the acceptance length\n({responses} responses)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
 def chrome_trace(report: DraftReport) -> dict:
     """The report's events in the format of `chrome://tracing` and https://ui.perfetto.dev."""
     lanes = {"target": 0, "drafter": 1}
