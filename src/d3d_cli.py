@@ -10,6 +10,7 @@ import sys
 # command: (module, dataclasses of its options, function)
 COMMANDS = {
     "bench": ("benchmark", ("BenchmarkConfig",), "run_benchmark"),
+    "convert": ("convert", ("ConvertConfig",), "run_convert"),
     "demo": ("demo", ("DemoConfig",), "run_demo"),
     "generate-data": ("generate_data", ("GenerateDataConfig",), "run_generate_data"),
     "prune": ("pruning", ("PruneConfig", "D3DTrainingArguments"), "run_prune"),
