@@ -829,14 +829,15 @@ def test_a_resumed_lora_ends_where_an_uninterrupted_one_does(project):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "file"),
+    ("options", "file", "launcher"),
     [
-        pytest.param(["--mask_adapter_rank", "0"], "model.safetensors", id="full"),
-        pytest.param(["--mask_adapter_rank", "2"], ADAPTER_FILE, id="adapters"),
-        pytest.param(["--lora_rank", "2"], "model.safetensors", id="lora"),
+        pytest.param(["--mask_adapter_rank", "0"], "model.safetensors", "torchrun", id="full"),
+        pytest.param(["--mask_adapter_rank", "2"], ADAPTER_FILE, "torchrun", id="adapters"),
+        pytest.param(["--mask_adapter_rank", "2"], ADAPTER_FILE, "accelerate", id="accelerate"),
+        pytest.param(["--lora_rank", "2"], "model.safetensors", "torchrun", id="lora"),
     ],
 )
-def test_two_processes_are_one_with_twice_the_batch(project, options, file):
+def test_two_processes_are_one_with_twice_the_batch(project, options, file, launcher):
     (project / "train.jsonl").write_text("\n".join(json.dumps(example) for example in random_examples(8)))
     common = ["-m", "d3d_cli", "train", "--target", str(project / "target"), *options]
     common += ["--train_data", str(project / "train.jsonl"), "--eval_data", str(project / "eval.jsonl")]
@@ -844,9 +845,21 @@ def test_two_processes_are_one_with_twice_the_batch(project, options, file):
         "--use_cpu true --max_steps 3 --save_strategy no --optim sgd --learning_rate 1e-2 --warmup_steps 0".split()
     )
     common += "--num_anchors 100 --block_size 4 --loss_weighting uniform --per_device_train_batch_size".split()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = {
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+        # `--multi_gpu` means several processes; on CPUs Accelerate's own kind of them needs an MPI.
+        "accelerate": [
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "0",
+        ],
+    }[launcher]
     outputs = {}
-    for name, words in {"one": [*common, "4"], "two": [*torchrun, *common, "2"]}.items():
+    for name, words in {"one": [*common, "4"], "two": [*launch, *common, "2"]}.items():
         words = [sys.executable, *words, "--output_dir", str(project / name)]
         run = subprocess.run(words, capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, run.stderr[-2000:]
