@@ -10,10 +10,13 @@ import sys
 # command: (module, dataclasses of its options, function)
 COMMANDS = {
     "bench": ("benchmark", ("BenchmarkConfig",), "run_benchmark"),
+    "card": ("hub", ("CardConfig",), "run_card"),
     "convert": ("convert", ("ConvertConfig",), "run_convert"),
     "demo": ("demo", ("DemoConfig",), "run_demo"),
     "generate-data": ("generate_data", ("GenerateDataConfig",), "run_generate_data"),
     "prune": ("pruning", ("PruneConfig", "D3DTrainingArguments"), "run_prune"),
+    "pull": ("hub", ("PullConfig",), "run_pull"),
+    "push": ("hub", ("PushConfig",), "run_push"),
     "trace": ("trace", ("TraceConfig",), "run_trace"),
     "train": ("trainer", ("DrafterArguments", "D3DTrainingArguments"), "train"),
 }

@@ -19,7 +19,6 @@ AutoModelForCausalLM.register(D3DDrafterConfig, D3DDrafterModel, exist_ok=True)
 # Remote code: these write `auto_map` and copy the files when a drafter is saved.
 D3DDrafterConfig.register_for_auto_class()
 D3DDrafterModel.register_for_auto_class("AutoModel")
-install_seam()
 
 __all__ = [
     "D3DCandidateGenerator",

@@ -666,3 +666,7 @@ def remove_seam() -> None:
         method = getattr(GenerationMixin, name)
         if hasattr(method, "_d3d_original"):
             setattr(GenerationMixin, name, method._d3d_original)
+
+
+# At import, since as remote code from the Hub these files come without the package.
+install_seam()

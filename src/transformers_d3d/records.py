@@ -49,10 +49,15 @@ def hardware() -> dict[str, str | int]:
     }
 
 
-def write_json(path: str | os.PathLike, record: dict) -> None:
-    """Writes a JSON file whole or not at all."""
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes a text file whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def write_json(path: str | os.PathLike, record: dict) -> None:
+    """Writes a JSON file whole or not at all."""
+    write_text(path, json.dumps(record, indent=1) + "\n")
