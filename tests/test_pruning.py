@@ -340,6 +340,9 @@ def test_prune_and_heal(project, target, tmp_path, monkeypatch, lora_rank):
     run_prune(PruneConfig(**project | settings), arguments(output, **args))
     again = json.loads((output / "pruning.json").read_text())
     assert again["steps"] == report["steps"]
+    (output / "pruning.json").unlink()
+    with pytest.raises(ValueError, match="healed with other settings"):
+        run_prune(PruneConfig(**project | settings), arguments(output, **args | {"max_steps": 3}))
 
 
 @pytest.mark.parametrize(

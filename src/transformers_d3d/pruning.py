@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.cache_utils import DynamicCache
@@ -25,7 +26,7 @@ from .benchmark import check_dtype, load_drafter
 from .data import ResponseDataset
 from .json_lines import read_json_lines
 from .layers import layer_similarities, original_layers, remove_layers, skipped_layers
-from .lora import add_lora, has_adapters, save_adapters
+from .lora import add_lora, has_adapters, is_adapter_weight, save_adapters
 from .masking_d3d import mask_rows
 from .modeling_d3d import D3DDrafterModel
 from .plotting import plot_pruning
@@ -33,7 +34,7 @@ from .records import command, hardware, versions, write_json
 from .trainer import D3DTrainer
 from .training_args import D3DTrainingArguments
 
-REPORT, JOURNAL = "pruning.json", "pruning.journal.jsonl"
+REPORT, JOURNAL, COST = "pruning.json", "pruning.journal.jsonl", "pruning.cost.json"
 METHODS = ("progressive", "one_shot", "similarity", "last")
 NUM_RESAMPLES = 1000
 
@@ -545,8 +546,10 @@ class Healing:
         data (`Dataset`): What it trains on.
     """
 
-    def __init__(self, args: D3DTrainingArguments, data):
+    def __init__(self, args: D3DTrainingArguments, data: ResponseDataset):
         self.args, self.data = args, data
+        names = ("max_steps", "learning_rate", "seed", "num_anchors", "per_device_train_batch_size", "loss_weighting")
+        self.settings = stable_hash([len(data), *(str(getattr(args, name)) for name in names)])
 
     def __call__(self, drafter: D3DDrafterModel, number: int) -> None:
         """Trains for `args.max_steps` steps."""
@@ -556,15 +559,22 @@ class Healing:
             args.save_strategy, args.seed = SaveStrategy.NO, args.seed + number  # other responses each time
             D3DTrainer(drafter, args, train_dataset=self.data).train()
         PartialState().wait_for_everyone()
-        own = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        every = not has_adapters(drafter)
+        own = {name: p for name, p in drafter.named_parameters() if every or is_adapter_weight(name)}
         if not path.exists() and PartialState().is_main_process:
             partial = path.with_suffix(".part")
-            save_file({name: p.detach().cpu().contiguous() for name, p in own.items()}, partial)
+            tensors = {name: p.detach().cpu().contiguous() for name, p in own.items()}
+            save_file(tensors, partial, metadata={"settings": self.settings})
             partial.replace(path)
         PartialState().wait_for_everyone()
-        with torch.no_grad():
-            for name, tensor in load_file(path).items():
-                own[name].copy_(tensor)
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            if file.metadata() != {"settings": self.settings} or set(file.keys()) != set(own):
+                raise ValueError(
+                    f"`{path}` was healed with other settings; go on with those, choose another `--output_dir`, or delete "
+                    "what is there to begin anew."
+                )
+            for name in file.keys():
+                own[name].copy_(file.get_tensor(name))
 
 
 def describe(report: dict) -> str:
@@ -685,8 +695,11 @@ def run_prune(config: PruneConfig, args: D3DTrainingArguments) -> str | None:
     calibration = read(config.calibration_data, config.num_calibration)
     evaluation = config.evaluation_data and read(config.evaluation_data, config.num_evaluation)
     cost = None
-    if config.by_speed:
-        cost = gather_object([measure_cost(drafter, target)])[0]  # one measurement for all processes
+    if config.by_speed:  # one measurement for all processes, and for a run that goes on
+        with state.main_process_first():
+            if not (output / COST).exists():
+                write_json(output / COST, asdict(measure_cost(drafter, target)))
+            cost = DraftingCost(**json.loads((output / COST).read_text()))
     heal = None
     if config.train_data is not None:
         if config.heal_lora_rank:
